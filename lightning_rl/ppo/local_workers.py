@@ -107,6 +107,7 @@ class LocalWorkers:
         self._vision = vision
         self.roles = frozenset(roles)
         self._fills: dict[int, Callable[[nn.Module], None]] = {}  # by the model's identity
+        self._told: set[str] = set()
         self._pad_id: int = policy.config.get_text_config().pad_token_id or 0
         parameter = next(policy.parameters())
         self._device = torch.device("cpu") if parameter.is_meta else parameter.device
@@ -334,6 +335,26 @@ class LocalWorkers:
 
     def _forward(self, model: nn.Module, formats: Fsdp, vision: ModelVision | None) -> Forward:
         packed = self.config.actor_rollout_ref.model.use_remove_padding
+        forward = self._made_forward(model, formats, vision, packed=packed)
+        if packed and forward.unpacked_because is not None:
+            self._warn_once(
+                "actor_rollout_ref.model.use_remove_padding has no effect, so what rows begin with alike is computed "
+                f"in each of them: {forward.unpacked_because}"
+            )
+        if forward.whole_logits_because is not None:
+            self._warn_once(
+                "the logits of all tokens of a micro-batch are in memory at once; where that is too much, lower "
+                f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu: {forward.whole_logits_because}"
+            )
+        return forward
+
+    def _warn_once(self, told: str) -> None:
+        """The models of a run are of one kind, mostly."""
+        if told not in self._told:
+            self._told.add(told)
+            _log.warning("%s", told)
+
+    def _made_forward(self, model: nn.Module, formats: Fsdp, vision: ModelVision | None, *, packed: bool) -> Forward:
         autocast = torch.bfloat16 if formats.dtype == "bfloat16" else None
         if self._team is not None:
             return self._team.forward(

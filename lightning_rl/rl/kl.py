@@ -1,5 +1,5 @@
-"""How far two policies are apart: estimates from a token's log probabilities, the exact number from logits; and the
-controllers of the coefficient that such a penalty gets.
+"""How far two policies are apart: estimates from a token's log probabilities; and the controllers of the coefficient
+that such a penalty gets.
 """
 
 import math
@@ -9,11 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 _SAME = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 KINDS = ("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
-_CHUNK = 2**22  # numbers of one chunk of logits
 
 
 def kl_penalty(log_probs: Tensor, reference_log_probs: Tensor, kind: str) -> Tensor:
@@ -51,32 +49,13 @@ def check_kind(kind: str) -> str:
     """The one of k1, abs, k2, k3 that `kind` means. Raises ValueError for another, and for `full`."""
     base = kind.removesuffix("+")
     if base == "full":
-        raise ValueError("the exact divergence `full` needs the logits of both models: use rl.kl.full_kl")
+        raise ValueError(
+            "the exact divergence `full` needs the logits of both models, and rows hold log probabilities: take "
+            "low_var_kl+"
+        )
     if base not in KINDS:
         raise ValueError(f"the penalty {kind!r} is unknown; there are {', '.join(KINDS)}, each with a + or without")
     return _SAME.get(base, base)
-
-
-def full_kl(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    """The exact KL(policy | reference) over the whole vocabulary, [K, V] twice -> [K]; at least float32.
-
-    Computed in chunks of rows, again in the backward pass, so that little of it is held at once. A token that the
-    policy cannot say (-inf) counts nothing.
-    """
-    rows = max(1, _CHUNK // max(logits.shape[-1], 1))
-    parts = [
-        checkpoint(_kl_of_rows, own, reference, use_reentrant=False)
-        for own, reference in zip(torch.split(logits, rows), torch.split(reference_logits, rows), strict=True)
-    ]
-    return torch.cat(parts)
-
-
-def _kl_of_rows(logits: Tensor, reference_logits: Tensor) -> Tensor:
-    exact = torch.promote_types(logits.dtype, torch.float32)
-    least = torch.finfo(exact).min / 4  # -inf - -inf would be NaN
-    own = logits.to(exact).log_softmax(-1).clamp(min=least)
-    reference = reference_logits.to(exact).log_softmax(-1).clamp(min=least)
-    return (own.exp() * (own - reference)).sum(-1)
 
 
 def reward_penalty(

@@ -155,12 +155,6 @@ def whitening(values: Floats, counts: Floats | None = None) -> tuple[float, floa
     return mean(values, counts), math.hypot(standard_deviation(values, counts), 1e-4)
 
 
-def whiten(values: Sequence[Floats]) -> list[Floats]:
-    """Arrays of tokens whitened over all of them together; [K] each."""
-    centre, scale = whitening(np.concatenate([*values, np.zeros(0)]))
-    return [(of_call - centre) / scale for of_call in values]
-
-
 def _token_baseline(
     trees: Sequence[TokenTree],
     groups: Sequence[Hashable],

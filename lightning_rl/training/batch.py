@@ -237,32 +237,6 @@ def by_sequence(
     return found
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """B rows padded to T: `token_ids` int64 [B, T], and of their K trained tokens in row order: `row` and `position`
-    int64 [K] (the token stands at [row, position], its distribution at position - 1), the rest float32 [K]."""
-
-    token_ids: torch.Tensor
-    row: torch.Tensor
-    position: torch.Tensor
-    temperature: torch.Tensor
-
-
-def collate(sequences: list[TrainingSequence], pad_id: int, device: torch.device) -> MicroBatch:
-    """Pad to the right and find the trained tokens."""
-    longest = max(len(s) for s in sequences)
-    token_ids = np.full((len(sequences), longest), pad_id, dtype=np.int64)
-    for i, sequence in enumerate(sequences):
-        token_ids[i, : len(sequence)] = sequence.token_ids
-    rows = np.repeat(np.arange(len(sequences)), [len(s.trained) for s in sequences])
-    return MicroBatch(
-        token_ids=torch.from_numpy(token_ids).to(device),
-        row=torch.from_numpy(rows).to(device),
-        position=torch.from_numpy(np.concatenate([s.trained for s in sequences])).to(device),
-        temperature=torch.from_numpy(np.concatenate([s.temperature for s in sequences])).to(device),
-    )
-
-
 def _starts(call_ids: list[str | None]) -> dict[str, int]:
     """Where the answer of each call begins."""
     starts: dict[str, int] = {}

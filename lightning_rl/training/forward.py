@@ -416,10 +416,10 @@ class Forward:
             self._narrow = False
         return narrow.shape == whole.shape and apart(narrow, whole) <= tolerance(self._dtype) * apart(whole)
 
-    def _found_output_layer(self) -> OutputLayer | str:
-        """The output layer, or why logits must be whole."""
+    def _found_output_layer(self) -> OutputLayer | str | None:
+        """The output layer, or why logits must be whole; None where the model has none."""
         if self._head is None:
-            return "it has no output layer"
+            return None
         if not self._narrow:
             return "its output layer needs all places"
         rows = probe_rows(self._config)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from lightning_rl.rl import baselines, token_advantages
 from lightning_rl.rl.baselines import BaselineSettings, OutcomeEstimator, Outcomes
-from lightning_rl.rl.token_advantages import TokenEstimator, whiten, whitening
+from lightning_rl.rl.token_advantages import TokenEstimator, whitening
+from tests.lightning_rl.rl.golden import whiten
 from tests.oracle.batches import SEEDS, Batch, batch, tensor
 
 core: Any = pytest.importorskip("verl.trainer.ppo.core_algos", exc_type=ImportError)

@@ -20,6 +20,7 @@ from lightning_rl.inference.load import AttentionUnknown, load_model
 from lightning_rl.inference.weights.check import Tolerance
 from lightning_rl.inference.weights.four_bit import quantized_layers
 from lightning_rl.ppo import resolved_config
+from lightning_rl.ppo.local_workers import LocalWorkers
 from lightning_rl.ppo.models import Models, SharedEngine
 from lightning_rl.training import lora
 from lightning_rl.training.batch import TrainingSequence
@@ -191,6 +192,25 @@ def test_an_adapter_alone_is_trained() -> None:
     assert sent
     assert all(name.endswith(("q_proj.weight", "v_proj.weight")) for name in sent)
     assert made.policy.engine.version() == 1
+
+
+def test_a_model_that_takes_more_memory_or_time_than_others_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Shifted(Qwen2ForCausalLM):
+        def forward(self, *arguments: Any, **named: Any) -> Any:
+            outputs = super().forward(*arguments, **named)
+            outputs.logits = outputs.logits + torch.arange(outputs.logits.shape[-1])
+            return outputs
+
+    config = compose({"trainer": {"device": "cpu"}})
+    policy = load_model(CHECKPOINT)
+    policy.__class__ = Shifted
+    policy.config.attention_chunk_size = 4
+    workers = LocalWorkers(config, policy, {"actor", "critic"})
+    workers.train(CHECKPOINT, 1)
+    rows, logits = [record.getMessage() for record in caplog.records if record.name.endswith("local_workers")]
+    assert rows.startswith("actor_rollout_ref.model.use_remove_padding has no effect")
+    assert rows.endswith("its attention reaches back 4 tokens only")
+    assert logits.endswith("does something with its logits that is not known here")
 
 
 def test_what_is_excluded_gets_no_adapter() -> None:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from lightning_rl.rl import baselines
 from lightning_rl.rl.aggregation import token_weights
-from lightning_rl.rl.baselines import BaselineSettings, Outcomes
+from lightning_rl.rl.baselines import BaselineSettings, Floats, Outcomes
 from lightning_rl.rl.losses import LossInputs, LossOptions
+from lightning_rl.rl.token_advantages import whitening
 
 MASK = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0], [1, 0, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]], dtype=torch.bool)
 OLD = torch.tensor(
@@ -30,6 +31,12 @@ def golden_tokens(dtype: torch.dtype = torch.float32) -> LossInputs:
     """Its 14 trained tokens; the log probabilities are a leaf that takes a gradient."""
     new, old, advantages = (part[MASK].to(dtype) for part in (NEW, OLD, ADVANTAGES))
     return LossInputs(new.requires_grad_(), old, advantages, ROLLOUTS[MASK])
+
+
+def whiten(values: Sequence[Floats]) -> list[Floats]:
+    """Arrays of tokens whitened over all of them together; [K] each."""
+    centre, scale = whitening(np.concatenate([*values, np.zeros(0)]))
+    return [(of_call - centre) / scale for of_call in values]
 
 
 def weights_of(sequence: Tensor, mode: str) -> Tensor:

@@ -17,8 +17,8 @@ from lightning_rl.rl.token_advantages import (
     optimal_token_baseline,
     reinforce_plus_plus,
     tir_optimal_token_baseline,
-    whiten,
 )
+from tests.lightning_rl.rl.golden import whiten
 
 RAW = BaselineSettings(lone_raw=True)
 TOKENS = [name for name, found in ESTIMATORS.items() if isinstance(found, OfTokens) and name != "gae"]
