@@ -31,7 +31,7 @@ from lightning_rl.compat.agent_lightning import (
 )
 from lightning_rl.compat.lightning_store import LightningStore, LightningStoreClient
 from lightning_rl.control_plane import launch as server
-from lightning_rl.control_plane.attach import LEASE_SECONDS, Attachment, attached, check_server
+from lightning_rl.control_plane.attach import LEASE_SECONDS, Attachment, attached, check_servers
 from lightning_rl.control_plane.several_servers import SeveralServers
 from lightning_rl.data.dataset import dataset_of
 from lightning_rl.errors import Explained, WorkerDied
@@ -236,7 +236,7 @@ class Trainer:
             store, runner_key, serving = self._at_server(run_dir, endpoint, child, parts, needs_one_server=one)
             urls = store.urls if isinstance(store, SeveralServers) else [store.url]
             _write_private(run_dir / _RUN_ID, algorithm.run_id)
-            _write_private(run_dir / "server.url", "\n".join(urls))
+            _write_urls(run_dir, urls)
             attachment: Attachment | SeveralServers
             if isinstance(store, SeveralServers):
                 attachment = parts.enter_context(store.attached(algorithm.run_id, endpoint))
@@ -281,8 +281,7 @@ class Trainer:
         """The store of the server that the run is at, its runners' key, and the server where it is a child of ours."""
         if child is None:
             stores, runner_key = self._elsewhere(parts), self._runner_key or ""
-            for each in stores:
-                check_server(each, endpoint)
+            check_servers(stores, endpoint)
             if needs_one_server:
                 return stores[0], runner_key, None
             # Of several the others do the work of one that is gone; one alone is waited for as long as a run is.
@@ -325,16 +324,10 @@ class Trainer:
     ) -> "Sequence[Working | Hosts]":
         """The runners of the run, for as long as `parts` are open; none where all rollouts are left to others.
         `servers` are their URLs, and the key."""
-        wanted, isolation, (urls, key) = self.n_runners, self.isolation or algorithm.isolation, servers
-        if wanted is None:
-            wanted = 0 if self._attaches else algorithm.n_runners
+        wanted = 0 if agent is None else self._at_once(agent, algorithm, endpoint)
         if agent is None or wanted == 0:
             return []
-        if wanted is None and _services_alone(endpoint):
-            wanted = runners.FOR_SERVICES
-        elif wanted is None:
-            processes = isolation == "process" or agent.starts_processes
-            wanted = runners.at_once(algorithm.asks_for, start_processes=processes)
+        isolation, (urls, key) = self.isolation or algorithm.isolation, servers
         if algorithm.ray is None:
             return [
                 parts.enter_context(runners.launch(share, agent, url, key, log_dir=log_dir, isolation=isolation))
@@ -345,6 +338,20 @@ class Trainer:
         from lightning_rl.runner import on_ray
 
         return [parts.enter_context(on_ray.launch(wanted, agent, urls, key, given=algorithm.ray, isolation=isolation))]
+
+    def _at_once(self, agent: Agent, algorithm: Algorithm, endpoint: Endpoint) -> int:
+        """At most how many rollouts run here at once: what the user says, else the algorithm, else as many as the
+        engines and this machine bear."""
+        if self.n_runners is not None:
+            return self.n_runners
+        if self._attaches:
+            return 0
+        if algorithm.n_runners is not None:
+            return algorithm.n_runners
+        if _services_alone(endpoint):
+            return runners.FOR_SERVICES
+        processes = (self.isolation or algorithm.isolation) == "process" or agent.starts_processes
+        return runners.at_once(algorithm.asks_for, start_processes=processes)
 
     def _agent_and_algorithm(self, given: Any) -> tuple[Agent | None, Algorithm]:
         """The two, of which `given` is the one that the Trainer has not. No agent, where none runs here."""
@@ -463,6 +470,21 @@ def _unused(folder: Path) -> Path:
     """`folder`, or where there is one already the same with a number."""
     names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
     return next(name for name in names if not name.exists())
+
+
+def _write_urls(run_dir: Path, urls: Sequence[str]) -> None:
+    """Note where the run's rollouts are, for those who read its folder; warn of servers that are left out now."""
+    file = run_dir / "server.url"
+    before = file.read_text().split() if file.exists() else []
+    if len(before) > len(urls):
+        gone = ", ".join(url for url in before if url not in urls)
+        _log.warning(
+            "the run goes on without the servers at %s: what they have of it is in no export, doctor or explain, until "
+            "their URLs are in %s again",
+            gone,
+            file,
+        )
+    _write_private(file, "\n".join(urls))
 
 
 def _write_private(path: Path, text: str) -> None:

@@ -340,11 +340,13 @@ def _run_dir(store: str, given: Path | None) -> Path:
     """The run folder; by default beside the store, so that the journal of one is replayed into no other."""
     if store.startswith(_POSTGRESQL):
         return (given or Path(f"{_database(store)}-server")).resolve()
+    from lightning_rl.store.databases import shown
+
     database = Path(store.removeprefix(_SQLITE))
     if not store.startswith(_SQLITE) or not database.name or "?" in store:
         raise ServeRefused(
-            f"--store {store} is neither a SQLite file nor a PostgreSQL database; give {_SQLITE}path/to/file.db, or "
-            "postgresql+psycopg://user@host/database"
+            f"--store {shown(store)} is neither a SQLite file nor a PostgreSQL database; give "
+            f"{_SQLITE}path/to/file.db, or postgresql+psycopg://user@host/database"
         )
     if not database.parent.is_dir():
         raise ServeRefused(f"--store {store}: there is no folder {database.parent.resolve()}; make it, or name another")
@@ -355,12 +357,14 @@ def _database(store: str) -> str:
     """The name of a PostgreSQL database. Raises ServeRefused where the URL is invalid or names no database."""
     import sqlalchemy as sa
 
+    from lightning_rl.store.databases import shown
+
     try:
         url = sa.make_url(store)
     except (sa.exc.ArgumentError, ValueError) as error:
         raise ServeRefused("--store is no URL; give postgresql+psycopg://user@host/database") from error
     if not url.database:
-        raise ServeRefused(f"--store {url} names no database; give postgresql+psycopg://user@host/database")
+        raise ServeRefused(f"--store {shown(store)} names no database; give postgresql+psycopg://user@host/database")
     return url.database
 
 

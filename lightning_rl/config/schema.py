@@ -237,7 +237,7 @@ class Optim(Section, frozen=True):
         Literal["constant", "linear", "cosine"],
         effect("after the warm-up: constant, or in a line or a cosine down to min_lr_ratio x lr"),
     ] = "constant"
-    min_lr_ratio: Annotated[Share, effect("where line and cosine end, as a share of lr")] = 0.0
+    min_lr_ratio: Annotated[Share, effect("where line and cosine end, behind the last step, as a share of lr")] = 0.0
     num_cycles: Annotated[Above0, effect("waves of the cosine; 0.5: from the top to the bottom, once")] = 0.5
     betas: Annotated[tuple[Share, Share], effect("Adam's averages, where the optimizer has any")] = (0.9, 0.999)
     weight_decay: Annotated[NotNegative, effect("the optimizer's decay")] = 0.01
@@ -1221,7 +1221,9 @@ class TrainerSection(Section, frozen=True):
     max_restarts: Annotated[
         Size, effect("how often a run whose worker died goes on from its last checkpoint by itself")
     ] = 0
-    critic_warmup: Annotated[Size, effect("first steps of a policy in which its critic learns and it stays")] = 0
+    critic_warmup: Annotated[
+        Size, effect("first steps of a policy in which its critic learns and it stays, as do its schedules")
+    ] = 0
     max_actor_ckpt_to_keep: Annotated[
         Positive | None, effect("checkpoints that are kept, beside the best one; null: all")
     ] = None

@@ -164,13 +164,13 @@ class _Life:
 
     async def _start(self) -> None:
         store, sql, gateway, fleet = self._server.store, self._server.sql, self._server.gateway, self._fleet
-        await sql.run(store.renew_leases)
+        gateway_id = None if fleet is None else fleet.gateway_id
+        await sql.run(store.renew_leases, gateway_id=gateway_id)
         await self._server.runs.restore()
         if fleet is not None:
             await fleet.join()
             self._tasks.append(asyncio.create_task(fleet.run(self._load)))
         await gateway.start()
-        gateway_id = None if fleet is None else fleet.gateway_id
         if gateway.journal_damaged:
             await self._sweeper.end(await sql.run(store.running, why="journal", gateway_id=gateway_id))
         else:

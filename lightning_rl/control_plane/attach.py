@@ -9,7 +9,7 @@ import logging
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -153,8 +153,28 @@ def _register(store: HttpStore, engine: Mapping[str, Any]) -> None:
         raise
 
 
-def check_server(store: HttpStore, policy: PolicyToServe) -> None:
-    """Whether the server is there, takes the key, and means the same tokens as the run. Raises CannotAttach."""
+def check_servers(stores: Sequence[HttpStore], policy: PolicyToServe) -> None:
+    """Whether the servers are there, take the key, mean the same tokens as the run, and have a store each. Raises
+    CannotAttach."""
+    by_store: dict[str | None, str] = {}
+    for store in stores:
+        try:
+            info = _checked(store, policy)
+        except CannotAttach as error:
+            if len(stores) > 1 and isinstance(error.__cause__, Unreachable):
+                error.add_note("or leave it out: a run goes on at the servers that are named")
+            raise
+        other = by_store.setdefault(info.store_id, store.url)
+        if other != store.url:
+            raise CannotAttach(
+                f"{other} and {store.url} are of one store: name one of them. A run uses all gateways of a store "
+                "through any of them (docs/several-gateways.md); several servers have a store each "
+                "(docs/several-servers.md)"
+            )
+
+
+def _checked(store: HttpStore, policy: PolicyToServe) -> ServerInfo:
+    """What the server says of itself; see `check_servers`."""
     try:
         there = msgspec.convert(store.server(), ServerInfo)
     except NotAllowed as error:
@@ -175,6 +195,7 @@ def check_server(store: HttpStore, policy: PolicyToServe) -> None:
         raise CannotAttach(
             f"{store.url} does not serve this run: {'; '.join(differing)}. Start it with `{serve_command(policy)}`"
         )
+    return there
 
 
 def _wanted(policy: PolicyToServe) -> ServerInfo:

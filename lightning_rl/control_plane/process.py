@@ -32,7 +32,7 @@ from lightning_rl.control_plane.gateways.cluster_rpc import peer_key
 from lightning_rl.control_plane.gateways.engine_registration import attacher
 from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.gateways.membership import LEASE_SECONDS, Membership
-from lightning_rl.control_plane.gateways.server_info import info_of
+from lightning_rl.control_plane.gateways.server_info import info_of, store_id
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.control_plane.protocol import protocol
 from lightning_rl.control_plane.routes.auth import Keys
@@ -42,7 +42,7 @@ from lightning_rl.processes import logs
 from lightning_rl.processes.child import TellAlarms, tell
 from lightning_rl.processes.cores import cores
 from lightning_rl.store.contract import ResourcesRequest
-from lightning_rl.store.databases import shown
+from lightning_rl.store.databases import shown, sqlite_file
 from lightning_rl.store.errors import NotFound, StoreError
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
@@ -55,6 +55,7 @@ from lightning_rl_proxy.routing.router import Router
 
 JOURNAL = "gateway.journal"  # in the run folder
 GATEWAY_ID = "gateway.id"
+STORE_ID = "store.id"
 _OWNER_ALONE = 0o077  # as a umask
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _EARLIER_SERVER_SECONDS = 60.0  # to store what it has, and end
@@ -128,7 +129,11 @@ def listen_and_serve(settings: ServerSettings, announce: Callable[[str], None], 
     """
     os.umask(_OWNER_ALONE)
     _keep_freed_memory()
-    with _alone_in(Path(settings.run_dir)), _listen(settings.host, settings.port) as listening:
+    with (
+        _alone_in(Path(settings.run_dir)),
+        _alone_at(settings.store),
+        _listen(settings.host, settings.port) as listening,
+    ):
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         url = settings.url or f"http://{host}:{listening.getsockname()[1]}"
         uvicorn_loop = uvicorn.Config(app="", loop="uvloop", log_config=None).get_loop_factory()
@@ -156,6 +161,24 @@ def _alone_in(run_dir: Path) -> Iterator[None]:
             raise CannotStart(f"{error} (its process is `lightning_rl.control_plane.process`)") from error
         except OSError as error:
             raise CannotStart(f"the run folder {run_dir} cannot be written: {error}") from error
+        yield
+
+
+@contextlib.contextmanager
+def _alone_at(store: str) -> Iterator[None]:
+    """Hold a SQLite file while it is served: of two servers each would know only a part of what an attempt called."""
+    file = sqlite_file(store)
+    with contextlib.ExitStack() as held:
+        try:
+            if file is not None and file.parent.is_dir():  # else opening it says so
+                held.enter_context(owned(file.parent, lock=f"{file.name}.lock"))
+        except RunFolderBusy as error:
+            raise CannotStart(
+                f"the store {file} has a server already, and a file has one: give this one a --store of its own "
+                "(docs/several-servers.md), or both a PostgreSQL database (docs/several-gateways.md)"
+            ) from error
+        except OSError as error:
+            raise CannotStart(f"the folder of the store {file} cannot be written: {error}") from error
         yield
 
 
@@ -245,6 +268,7 @@ async def _app(
             special_tokens_in_text=settings.special_tokens_in_text,
         )
     router = Router(settings.model, unknown_model=settings.unknown_model)
+    _keep_journal_apart(Path(settings.run_dir), settings.store, store_id(store.secret))
     fleet = None
     if store.shared:
         gateway_id = _gateway_id(Path(settings.run_dir))
@@ -273,7 +297,7 @@ async def _app(
         ),
         gateway_url=url,
         attach_engine=attacher(router, renderer),
-        info=info_of(settings, renderer),
+        info=msgspec.structs.replace(info_of(settings, renderer), store_id=store_id(store.secret)),
         limits=settings.limits,
         collectors=collectors,
         fleet=fleet,
@@ -281,6 +305,22 @@ async def _app(
     for engine in settings.engines:
         await app.engines.register(engine)
     return app
+
+
+def _keep_journal_apart(run_dir: Path, url: str, store: str) -> None:
+    """Note in the run folder whose store its journal is for. Raises CannotStart where what waits in it is for another
+    store, which would take it without an error, so that the calls were lost."""
+    file, journal = run_dir / STORE_ID, run_dir / JOURNAL
+    former = file.read_text() if file.exists() else store
+    if former != store and journal.exists() and journal.stat().st_size:
+        raise CannotStart(
+            f"{journal} holds calls that wait for another store than {shown(url)}: start a server of that store with "
+            f"--run-dir {run_dir}, which stores them; or name another folder with --run-dir; or, to give the calls up, "
+            "delete the file"
+        )
+    if former != store:
+        _log.warning("the store %s is another one than that of the last server with the folder %s", shown(url), run_dir)
+    write_whole(file, store.encode())
 
 
 def _gateway_id(run_dir: Path) -> str:

@@ -78,7 +78,7 @@ class Sweeper:
         """End what is overdue; `elapsed` seconds have passed since the last time, in `stood_still` of which this
         process took no heartbeat and answered no call."""
         if self._sql.unwritable:
-            await self._sql.run(self._store.make_up, elapsed)
+            await self._sql.run(self._store.make_up, elapsed, gateway_id=self._own)
             self._sql.writable_again()
         else:
             await self._make_up(elapsed, stood_still)
@@ -106,13 +106,18 @@ class Sweeper:
         return overdue
 
     async def _make_up(self, elapsed: float, stood_still: float) -> None:
-        """Time in which calls waited, or this process took no heartbeats, does not count against a lease."""
+        """Time in which calls waited, or this process took no heartbeats, does not count against a lease. Of several
+        servers of a store each makes up for its own attempts."""
         parked = elapsed - stood_still if self._pauses.any_paused() else 0
         if stood_still:
-            await self._sql.run(self._store.postpone, stood_still, lease_seconds=stood_still)
-        if parked:  # each gateway that is paused makes up for its own attempts
-            own = None if self._fleet is None else self._fleet.gateway_id
-            await self._sql.run(self._store.postpone, parked, gateway_id=own)
+            await self._sql.run(self._store.postpone, stood_still, lease_seconds=stood_still, gateway_id=self._own)
+        if parked:
+            await self._sql.run(self._store.postpone, parked, gateway_id=self._own)
+
+    @property
+    def _own(self) -> str | None:
+        """By what the attempts of this server are known; None where all are."""
+        return None if self._fleet is None else self._fleet.gateway_id
 
     async def _not_calling(self, overdue: Sequence[Overdue]) -> list[Overdue]:
         """Those of the overdue attempts that no call keeps: one renews the lease as a heartbeat does."""

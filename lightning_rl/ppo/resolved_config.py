@@ -447,11 +447,12 @@ def ratio_rules(config: Config) -> CorrectionRules:
 
 
 def actor_config(config: Config, training_steps: int) -> ActorConfig:
-    """The update of the policy in a run of `training_steps`."""
+    """The update of the policy in a run of `training_steps`; in those that warm up the critic its schedules wait."""
     actor = config.actor_rollout_ref.actor
     rows = actor.ppo_micro_batch_size_per_gpu
     dynamic = rows is None if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
     loss, sampler = actor.policy_loss, config.algorithm.rollout_correction
+    updates = max(min(1, training_steps), training_steps - config.trainer.critic_warmup)
     by_sampler = loss.loss_mode == "bypass_mode" or (sampler.bypass_mode and loss.loss_mode == "vanilla")
     return ActorConfig(
         loss_mode=sampler.loss_type if by_sampler else loss.loss_mode,
@@ -485,7 +486,7 @@ def actor_config(config: Config, training_steps: int) -> ActorConfig:
         distillation=distillation_options(config),
         value_coef=config.critic.value_coef,
         cliprange_value=config.critic.cliprange_value,
-        optim=optimizer_config(actor.optim, training_steps, actor.grad_clip),
+        optim=optimizer_config(actor.optim, updates, actor.grad_clip),
     )
 
 

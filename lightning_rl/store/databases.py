@@ -12,6 +12,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import sqlalchemy as sa
@@ -29,6 +30,7 @@ _ROWS = 256  # of one statement
 _LOCK_SECONDS = 30  # for which somebody waits for another
 _PAUSE_SECONDS = 0.2  # at most, between two tries
 _PATIENCE = {"connect_timeout": "10", "tcp_user_timeout": "30000"}  # with PostgreSQL, in s and ms: libpq's own units
+_PASSWORDS = ("password", "sslpassword")  # in a URL's query
 _URLS = "give sqlite:///path/to/file.db, or postgresql+psycopg://user@host/database"
 
 
@@ -103,9 +105,23 @@ def connect(url: str) -> Database:
 def shown(url: str) -> str:
     """The URL as it may be shown: without a password."""
     try:
-        return sa.make_url(url).render_as_string(hide_password=True)
+        return _without_passwords(sa.make_url(url))
     except (sa.exc.ArgumentError, ValueError):
         return url.rpartition("@")[2]
+
+
+def sqlite_file(url: str) -> Path | None:
+    """The file of a SQLite store; None for another store, or what is no URL."""
+    try:
+        parsed = sa.make_url(url)
+    except (sa.exc.ArgumentError, ValueError):
+        return None
+    return Path(parsed.database).resolve() if parsed.get_backend_name() == SQLITE and parsed.database else None
+
+
+def _without_passwords(url: sa.URL) -> str:
+    hidden = {key: "..." for key in url.query if key in _PASSWORDS}
+    return url.update_query_dict(hidden).render_as_string(hide_password=True)
 
 
 def _said(error: sa.exc.DBAPIError) -> str:
@@ -292,6 +308,7 @@ class Postgres:
     _IN_THE_WAY = ("40001", "40P01", "23505")  # serialization_failure, deadlock_detected, unique_violation
     _LOCKED = "55P03"  # lock_not_available
     _READ_ONLY = "25006"
+    _GONE = ("42P01", "3F000", "42501", "28000", "28P01")  # undefined table or schema, no privilege, not let in
     _TRIES = 12
     _HOLD = (
         sa.select(schema.rollouts.c.position)
@@ -302,7 +319,7 @@ class Postgres:
     _HOLD_NAME = sa.text("SELECT pg_advisory_xact_lock(hashtextextended(:name, 0))")
 
     def __init__(self, url: sa.URL) -> None:
-        self.place = url.render_as_string(hide_password=True)
+        self.place = _without_passwords(url)
         patient = url.set(drivername="postgresql+psycopg", query={**_PATIENCE, **url.query})
         try:
             self.engine = sa.create_engine(patient)
@@ -381,6 +398,11 @@ class Postgres:
             return StoreUnwritable(
                 f"the store {self.place} was lost while it wrote ({said}); whether it did is not known: ask again with "
                 "the same ids, which does no harm"
+            )
+        if _state(error) in self._GONE:
+            return StoreUnwritable(
+                f"the store {self.place} cannot be used ({said}): {self.remedy}; where it was used before, put its "
+                "tables back, or start the server again with new ones; what was recorded waits in the journal"
             )
         if _state(error) == self._LOCKED:
             return _held(self.place, error)

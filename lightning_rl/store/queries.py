@@ -156,10 +156,13 @@ def ended(connection: sa.Connection, rollout_ids: Sequence[str]) -> list[Rollout
     return rollouts(connection, over)
 
 
-def placed_at(gateway_id: str) -> sa.Select[Any]:
-    """The ids of the attempts whose calls go to that gateway."""
+def attempts_at(gateway_id: str | None) -> sa.ColumnElement[bool]:
+    """Which attempts' calls go to that gateway; None: all."""
+    if gateway_id is None:
+        return sa.true()
     placements = schema.placements.c
-    return sa.select(placements.attempt_id).where(placements.gateway_id == gateway_id)
+    there = sa.select(placements.attempt_id).where(placements.gateway_id == gateway_id)
+    return schema.attempts.c.attempt_id.in_(there)
 
 
 def ended_attempts(connection: sa.Connection, attempt_ids: Sequence[str]) -> set[str]:

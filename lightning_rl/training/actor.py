@@ -116,8 +116,8 @@ class Actor(Learner):
         probabilities before anything was changed.
 
         A plan of one mini-batch needs no `old_log_probs`: those that its first pass finds are the old ones, and its
-        sequences are given them. With `values_alone` the value head learns and the policy stays (critic warm-up of a
-        shared trunk).
+        sequences are given them. With `values_alone` the value head learns, and the policy stays with its schedules
+        (critic warm-up of a shared trunk).
         """
         if not plan:
             return {}
@@ -134,7 +134,8 @@ class Actor(Learner):
             for mini in self._order(plan):
                 metrics.append(step(mini))
         self.model.eval()
-        self.optimizer.schedule_step()
+        if not values_alone:
+            self.optimizer.schedule_step()
         if self.config.optimizer_offload:
             self.optimizer.offload()
         first = {} if values_alone else {"actor/first_k3_kl": metrics[0]["actor/ppo_k3_kl"]}

@@ -8,6 +8,7 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl import trainer, tutorial
+from lightning_rl.agents.agent import as_agent
 from lightning_rl.algorithms.base import Algorithm, Endpoint
 from lightning_rl.runner.launch import FOR_SERVICES, MOST
 
@@ -82,6 +83,11 @@ def test_so_many_rollouts_run_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    made = lrl.Trainer(agent, run_dir=tmp_path, **given)
+    assert made._at_once(as_agent(agent), algorithm, algorithm.open(tmp_path)) == expected
+
+
+def test_a_run_starts_runners_for_as_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def launch(n_runners: int, *_: Any, **__: Any) -> None:
@@ -90,5 +96,5 @@ def test_so_many_rollouts_run_at_once(
 
     monkeypatch.setattr(trainer.runners, "launch", launch)
     with pytest.raises(Stop):
-        lrl.Trainer(agent, run_dir=tmp_path, **given).fit(algorithm, [1])
-    assert asked == [expected]
+        lrl.Trainer(function, run_dir=tmp_path).fit(Says("openai", 3), [1])
+    assert asked == [3]

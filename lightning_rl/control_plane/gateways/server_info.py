@@ -1,5 +1,6 @@
 """What a server says of itself, so that who attaches to it knows whether both mean the same tokens."""
 
+import hmac
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +16,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How a server was started: the model that it serves, and how chats are written.
 
     `vocabulary` and `chats` are digests of its tokenizer and of conversations in its chat format; None where it has no
-    tokenizer.
+    tokenizer. `store_id` is the same for all servers of one store.
     """
 
     model: str
@@ -29,6 +30,12 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: str | None = None
     allowed_media_domains: list[str] = []
     housekeeping: dict[str, list[str]] = {}
+    store_id: str | None = None
+
+
+def store_id(secret: bytes) -> str:
+    """By what a store is known: a digest of its secret, which does not tell the secret."""
+    return hmac.digest(secret, b"lightning_rl store", "sha256").hex()[:32]
 
 
 class Served(Protocol):

@@ -193,21 +193,21 @@ class ClaimOperations(RolloutOperations):
         """The running attempts, to be ended for that reason; those of these workers, that gateway, or that run, where
         named."""
         of = sa.true() if worker_ids is None else schema.attempts.c.worker_id.in_(worker_ids)
-        at = sa.true() if gateway_id is None else schema.attempts.c.attempt_id.in_(queries.placed_at(gateway_id))
+        at = queries.attempts_at(gateway_id)
         run = sa.true() if run_id is None else queries.of_run(schema.attempts.c.rollout_id, run_id)
         rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, of, at, run)).all()
         return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why=why) for row in rows]
 
     @writes
-    def renew_leases(self, connection: sa.Connection) -> None:
-        """Begin the leases of the running attempts anew: nobody could renew them while no server
-        was there."""
-        self._renew_leases(connection)
+    def renew_leases(self, connection: sa.Connection, *, gateway_id: str | None = None) -> None:
+        """Begin the leases of the running attempts anew (with `gateway_id`: of that gateway's): nobody could renew them
+        while no server was there."""
+        self._renew_leases(connection, gateway_id)
 
-    def _renew_leases(self, connection: sa.Connection) -> None:
+    def _renew_leases(self, connection: sa.Connection, gateway_id: str | None = None) -> None:
         connection.execute(
             sa.update(schema.attempts)
-            .where(queries.RUNNING)
+            .where(queries.RUNNING, queries.attempts_at(gateway_id))
             .values(lease_expires_at=self._clock() + schema.attempts.c.unresponsive_seconds)
         )
 

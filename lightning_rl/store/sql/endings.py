@@ -221,15 +221,16 @@ class EndingOperations(ClaimOperations):
         _postpone(connection, seconds, lease_seconds, gateway_id)
 
     @writes
-    def make_up(self, connection: sa.Connection, seconds: float) -> None:
-        """The store could not be written for `seconds`: leases begin anew, deadlines move by as much.
+    def make_up(self, connection: sa.Connection, seconds: float, *, gateway_id: str | None = None) -> None:
+        """The store could not be written for `seconds`: leases begin anew, deadlines move by as much. With
+        `gateway_id`: of that gateway's attempts.
 
         Raises:
             StoreUnwritable: it still cannot; this always writes something.
         """
         connection.execute(self._database.replace(schema.meta, "written_at", str(self._clock())))
-        _postpone(connection, seconds)
-        self._renew_leases(connection)
+        _postpone(connection, seconds, gateway_id=gateway_id)
+        self._renew_leases(connection, gateway_id)
 
     def _end(
         self,
@@ -318,8 +319,7 @@ def _reward_rows(rollout_id: str, attempt_id: str, rewards: Iterable[Reward]) ->
 def _postpone(
     connection: sa.Connection, seconds: float, lease_seconds: float = 0, gateway_id: str | None = None
 ) -> None:
-    attempts = schema.attempts.c
-    whose = sa.true() if gateway_id is None else attempts.attempt_id.in_(queries.placed_at(gateway_id))
+    attempts, whose = schema.attempts.c, queries.attempts_at(gateway_id)
     moved = {
         "deadline_at": attempts.deadline_at + seconds,
         "lease_expires_at": attempts.lease_expires_at + lease_seconds,

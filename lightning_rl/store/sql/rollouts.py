@@ -21,7 +21,11 @@ _TAKE_UP = (
 )
 _RUN = "run:"  # of `meta`, before a gateway's id, a colon and a run's id
 _UNTIL_ASKED_FOR = float("inf")  # `claimable_at` of what a run has left queued
-_SHELVE = sa.update(schema.rollouts).where(schema.rollouts.c.status == "queued").values(claimable_at=_UNTIL_ASKED_FOR)
+_SHELVE = (
+    sa.update(schema.rollouts)
+    .where(schema.rollouts.c.status == "queued", schema.rollouts.c.claimable_at.is_distinct_from(_UNTIL_ASKED_FOR))
+    .values(claimable_at=_UNTIL_ASKED_FOR)
+)
 _LONGEST_POSITION = 18  # digits, so that any database holds it
 
 

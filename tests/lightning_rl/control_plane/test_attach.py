@@ -14,7 +14,7 @@ import pytest
 
 from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane import attach
-from lightning_rl.control_plane.attach import CannotAttach, RunGivenUp, attached, check_server, serve_command
+from lightning_rl.control_plane.attach import CannotAttach, RunGivenUp, attached, check_servers, serve_command
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest
@@ -36,8 +36,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpStore]:
 
 
 def test_a_server_that_was_started_for_the_same_model_is_taken(store: HttpStore) -> None:
-    check_server(store, endpoint(served_as="policy-1a2b3c"))
-    check_server(store, endpoint(tokenizer=None, renderer="auto"))  # of a service, which takes messages
+    check_servers([store], endpoint(served_as="policy-1a2b3c"))
+    check_servers([store], endpoint(tokenizer=None, renderer="auto"))  # of a service, which takes messages
 
 
 def other_tokenizer(folder: Path) -> str:
@@ -72,7 +72,7 @@ def test_a_server_that_writes_other_tokens_is_refused_with_the_command_to_start_
     given = {name: value(tmp_path / "other") if callable(value) else value for name, value in changed.items()}
     run = endpoint(**given)
     with pytest.raises(CannotAttach, match=message) as refused:
-        check_server(store, run)
+        check_servers([store], run)
     assert f"Start it with `{serve_command(run)}`" in str(refused.value)
     option = next(iter(changed)).replace("_", "-").removesuffix("s" if "domains" in next(iter(changed)) else "")
     assert f"--{option} " in serve_command(run)
@@ -91,21 +91,24 @@ def test_what_is_no_server_of_this_version_or_refuses_the_key_is_named(
     with pytest.raises(
         CannotAttach, match="refuses the key: set LIGHTNING_RL_ADMIN_KEY to the one that it was started with"
     ):
-        check_server(HttpStore(store.url, "wrong"), endpoint())
+        check_servers([HttpStore(store.url, "wrong")], endpoint())
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(
         CannotAttach, match=rf"nothing answers at {url}: start it with `lightning-rl serve --model policy"
     ):
-        check_server(HttpStore(url, "admin"), endpoint())
+        check_servers([HttpStore(url, "admin")], endpoint())
     with ThreadingHTTPServer(("127.0.0.1", 0), NotOurs) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
         with pytest.raises(CannotAttach, match="is no lightning_rl server, or one of another version"):
-            check_server(HttpStore(f"http://127.0.0.1:{other.server_port}", "admin"), endpoint())
+            check_servers([HttpStore(f"http://127.0.0.1:{other.server_port}", "admin")], endpoint())
         other.shutdown()
+    twice = HttpStore(store.url.replace("127.0.0.1", "localhost"), "admin")
+    with pytest.raises(CannotAttach, match=f"{store.url} and {twice.url} are of one store: name one of them"):
+        check_servers([store, twice], endpoint())
     monkeypatch.setattr(attach, "_wanted", lambda policy: _older(policy))
     with pytest.raises(CannotAttach, match=r"is lightning-rl \S+, and this is 0\.0\.1: install the same"):
-        check_server(store, endpoint())
+        check_servers([store], endpoint())
 
 
 def _older(policy: Endpoint) -> Any:

@@ -167,6 +167,40 @@ def test_received_tokens_are_counted_on_after_a_restart_and_what_a_dead_trainer_
         store.finish("r1.run", second.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
 
 
+def test_two_servers_on_one_sqlite_file_are_refused(tmp_path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    (two / "store.db").symlink_to(one / "store.db")
+    with launch(one, POLICY, admin_key="a", runner_key="r"):
+        told = refusal(two)
+    assert "has a server already, and a file has one: give this one a --store of its own" in told
+
+
+def test_a_journal_is_stored_where_it_was_written_for_or_nowhere(tmp_path) -> None:
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
+        store = HttpStore(serving.url, "a")
+        store.enqueue([RolloutRequest(task=1, rollout_id="r1.run")])
+        (claim,) = store.claim("w")
+        os.kill(serving.pid, signal.SIGKILL)
+    waiting = tmp_path / "gateway.journal"
+    asyncio.run(journal(waiting, span(claim.attempt.attempt_id, 0, 5)))
+    held = waiting.read_bytes()
+    own = [file.rename(tmp_path / f"own-{file.name}") for file in tmp_path.glob("store.db*")]
+    assert refusal(tmp_path).startswith(f"{waiting} holds calls that wait for another store than sqlite:///{tmp_path}")
+    assert waiting.read_bytes() == held
+    for file in tmp_path.glob("store.db*"):
+        file.unlink()
+    for file in own:
+        file.rename(tmp_path / file.name.removeprefix("own-"))
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r") as serving:
+        assert len(HttpStore(serving.url, "a").traces(["r1.run"])["r1.run"].attempts[0].spans) == 1
+    (tmp_path / "store.db").unlink()
+    with launch(tmp_path, POLICY, admin_key="a", runner_key="r"):  # nothing waits: a folder may be used again
+        pass
+    assert "is another one than that of the last server" in (tmp_path / "server.log").read_text()
+
+
 def test_a_server_that_is_started_anew_hands_out_nothing_of_a_run_until_it_attaches_again(tmp_path, eventually) -> None:
     def claimed(store: HttpStore) -> list[str]:
         return [claim.rollout.rollout_id for claim in store.claim("w", limit=9)]

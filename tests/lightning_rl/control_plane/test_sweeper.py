@@ -22,7 +22,7 @@ class FullStore:
         self.tries: list[float] = []
         self.swept = asyncio.Event()
 
-    def make_up(self, seconds: float) -> None:
+    def make_up(self, seconds: float, *, gateway_id: None) -> None:
         self.tries.append(seconds)
         if len(self.tries) < 5:
             raise StoreUnwritable("full")
@@ -41,7 +41,7 @@ class Noting:
         self.moved: list[tuple[float, float]] = []
         self.due = False
 
-    def postpone(self, seconds: float, *, lease_seconds: float) -> None:
+    def postpone(self, seconds: float, *, lease_seconds: float, gateway_id: None) -> None:
         self.moved.append((seconds, lease_seconds))
 
     def overdue(self):

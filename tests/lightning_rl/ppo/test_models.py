@@ -322,11 +322,19 @@ def test_a_shared_trunk_has_one_model_and_learns_values_in_the_policys_update(ke
     assert np.mean(valued(made)) > 0.01  # its returns are 1
 
 
+@pytest.mark.parametrize(("steps", "warm_up", "updates"), [(6, 0, 6), (6, 2, 4), (2, 2, 1), (0, 2, 0)])
+def test_schedules_of_the_policy_are_over_the_steps_that_update_it(steps: int, warm_up: int, updates: int) -> None:
+    keys = [f"trainer.critic_warmup={warm_up}", "algorithm.adv_estimator=gae"]
+    assert resolved_config.actor_config(compose(command_line=keys), steps).optim.training_steps == updates
+    assert resolved_config.critic_config(compose(command_line=keys), steps).optim.training_steps == steps
+
+
 def test_a_shared_trunk_stays_while_its_head_warms_up() -> None:
     made = models(with_critic=True, critic={"shared_trunk": True})
     before = of(made.model.named_parameters())
     rows = sequences()
     metrics = made.actor.update(made.actor.plan(rows, 3), values_alone=True)
+    assert made.actor.optimizer.progress == 0, "its schedules wait for the policy, as with a critic of its own"
     assert metrics.keys() == {
         "critic/vf_loss",
         "critic/vf_clipfrac",

@@ -188,7 +188,7 @@ def test_who_is_gone_and_has_nothing_is_forgotten(shared: SqlStore, clock: Clock
     assert shared.gateways.announce(gateway("d"), LEASE)[0].gateway_id == "c"
 
 
-def test_a_pause_moves_the_deadlines_of_the_gateways_own_attempts(shared: SqlStore) -> None:
+def test_a_gateway_makes_up_for_lost_time_of_its_own_attempts(shared: SqlStore, clock: Clock) -> None:
     shared.gateways.announce(gateway("a"), LEASE)
     shared.enqueue([RolloutRequest(task=1, rollout_id="r")])
     [claim] = shared.claim("w")
@@ -198,6 +198,15 @@ def test_a_pause_moves_the_deadlines_of_the_gateways_own_attempts(shared: SqlSto
     assert shared.rollout("r").attempts[0].deadline_at == before
     shared.postpone(5, gateway_id="a")
     assert shared.rollout("r").attempts[0].deadline_at == before + 5
+    lease = shared.rollout("r").attempts[0].lease_expires_at
+    clock.advance(1)
+    shared.make_up(20, gateway_id="b")
+    (attempt,) = shared.rollout("r").attempts
+    assert (attempt.deadline_at, attempt.lease_expires_at) == (before + 5, lease)
+    shared.make_up(20, gateway_id="a")
+    (attempt,) = shared.rollout("r").attempts
+    assert attempt.deadline_at == before + 25
+    assert attempt.lease_expires_at > lease
 
 
 def test_stores_in_a_schema_each_of_one_database_share_nothing(postgres_url: str) -> None:

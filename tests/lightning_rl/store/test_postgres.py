@@ -12,6 +12,7 @@ import sqlalchemy as sa
 
 from lightning_rl.store import call_counts
 from lightning_rl.store.contract import Finish, ResourcesRequest, Reward, RolloutRequest
+from lightning_rl.store.databases import shown
 from lightning_rl.store.errors import Conflict, Invalid, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.span import Span
@@ -197,10 +198,30 @@ def test_a_password_is_shown_nowhere(broken: Broken) -> None:
         SqlStore(secret)
     assert "hidden" not in str(refused.value)
     with closing(SqlStore(broken.url.replace("postgres@", "postgres:hidden@"))) as store:
-        broken.do("DROP TABLE spans")
+        broken.do("ALTER TABLE spans DROP COLUMN record")
         with pytest.raises(sa.exc.ProgrammingError) as failed:
             store.traces(["r1"])
     assert "hidden" not in str(failed.value)
+
+
+def test_a_password_in_a_urls_query_is_shown_nowhere(broken: Broken) -> None:
+    url = sa.make_url(broken.url).update_query_dict({"password": "hidden", "sslpassword": "hidden"})
+    secret = url.render_as_string(hide_password=False)
+    assert "hidden" not in shown(secret)
+    with closing(SqlStore(secret)) as store:
+        broken.do("DROP TABLE rollouts CASCADE")
+        with pytest.raises(StoreUnwritable, match=r"password=\.\.\.&") as failed:
+            store.rollout("r1")
+    assert "hidden" not in str(failed.value)
+
+
+def test_tables_that_are_gone_are_a_store_that_cannot_be_used(broken: Broken, store: SqlStore) -> None:
+    """As a SQLite file that was deleted: callers wait, and the health page says so."""
+    broken.do("ALTER TABLE rollouts RENAME TO elsewhere")
+    with pytest.raises(StoreUnwritable, match=r'cannot be used \(relation "rollouts" does not exist\)'):
+        store.enqueue([request("r1")])
+    broken.do("ALTER TABLE elsewhere RENAME TO rollouts")
+    store.enqueue([request("r1")])
 
 
 # Two at once

@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lightning_rl.errors import WorkerDied
 from lightning_rl.inference.weights.stream import stream_of
 from lightning_rl.training import checkpoint
 from lightning_rl.training.checkpoint import CheckpointError
@@ -421,6 +422,20 @@ def test_a_kill_while_the_final_model_is_replaced_leaves_no_mixture(tmp_path: Pa
             assert names(run / "model" / "more") == ["manifest.json"], "only the checkpoint's own is left out"
             break
     assert moment > 5
+
+
+def test_a_worker_that_dies_while_a_checkpoint_is_written_is_no_full_disk(tmp_path: Path) -> None:
+    """A run with `trainer.max_restarts` begins again from the checkpoint before."""
+
+    def gathered_from_nobody(_: Path) -> None:
+        raise WorkerDied("worker 0 of 2 is gone")
+
+    small(tmp_path, 1)
+    with pytest.raises(WorkerDied, match="worker 0 of 2 is gone"):
+        checkpoint.save(tmp_path / "step-2", export=gathered_from_nobody, state={})
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    assert newest.name == "step-1"
 
 
 def test_a_final_model_that_cannot_be_written_names_its_checkpoint(tmp_path: Path) -> None:
