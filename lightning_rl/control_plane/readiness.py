@@ -15,7 +15,7 @@ def checks(
     """
     found = {
         "server": OK if started else "starting",
-        "store": OK if store_writable else "cannot be written",
+        "store": OK if store_writable else "cannot be written, or does not answer",
         "journal": recording or OK,
     }
     if not engines:

@@ -4,6 +4,7 @@ The order is the one in which the price rises. What needs the same tensors is tr
 """
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -89,6 +90,11 @@ class MemoryPlanner:
                 changes = fewer
         return changes
 
+    def _takes_low_bit(self) -> bool:
+        """Whether nothing that was chosen stands against the optimizer of torchao, whose keys go together."""
+        chosen = _LOW_BIT.keys() & self._given
+        return all(attrgetter(key)(self._config) == _LOW_BIT[key] for key in chosen)
+
     def _steps(self) -> Iterator[Keys]:
         """What to change, and then what more."""
         config = self.config({})
@@ -104,7 +110,7 @@ class MemoryPlanner:
         yield {f"{_ACTOR}ppo_max_token_len_per_gpu": max(config.data.max_tokens, 4096)}
         yield {f"{_ACTOR}fsdp_config.optimizer_offload": True}
         yield from shares if shares_gpu else []
-        if not ours.model.lora_rank and config.trainer.workers == 1:
+        if self._takes_low_bit() and not ours.model.lora_rank and config.trainer.workers == 1:
             yield {**_LOW_BIT, f"{_ACTOR}fsdp_config.dtype": "float32"}
             yield from shares if shares_gpu else []
         yield {f"{_ACTOR}fsdp_config.param_offload": True}

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 from lightning_rl.agents.agent import Agent
 from lightning_rl.config.schema import RayActors
 from lightning_rl.errors import Explained
+from lightning_rl.processes import own_ray
 from lightning_rl.processes.child import ChildDied
 from lightning_rl.processes.service_keys import is_loopback
 from lightning_rl.runner.agent_pickle import pickled
@@ -216,11 +217,13 @@ def launch(
     OutOfReach where the cluster has other machines and one of `urls` is this machine's own, and ValueError for fewer
     actors than servers.
     """
+    own = given.address == "local"
+    own_ray.prepare(own=own)
     ray = _ray()
     with ExitStack() as parts:
         if not ray.is_initialized():
             try:
-                ray.init(address=given.address)
+                ray.init(**(own_ray.OPTIONS if own else {"address": given.address}))
             except ConnectionError as error:
                 raise NoCluster(f"rollout.agent.ray.address={given.address}: {error}") from error
             parts.callback(ray.shutdown)

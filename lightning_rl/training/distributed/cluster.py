@@ -9,8 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from lightning_rl.processes import own_ray
+
 _MEGABYTE = 2**20
-_ON_THE_LOOPBACK = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # Ray's name; it holds on Linux as well
 
 
 def runs_already() -> bool:
@@ -29,10 +30,8 @@ def join(workers: int, object_bytes: int, gpus: Sequence[str] = ()) -> bool:
         gpus: of a Ray of our own, those that it hands out, by their names in CUDA_VISIBLE_DEVICES.
     """
     address = os.environ.get("RAY_ADDRESS")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    if not address:
-        os.environ.setdefault(*_ON_THE_LOOPBACK)
-    import ray  # not before: it reads these when it is imported
+    own_ray.prepare(own=not address)
+    import ray
 
     if ray.is_initialized():
         return False
@@ -44,11 +43,10 @@ def join(workers: int, object_bytes: int, gpus: Sequence[str] = ()) -> bool:
     else:
         with _environment("CUDA_VISIBLE_DEVICES", ",".join(gpus) if gpus else None):
             ray.init(
-                address="local",
                 num_cpus=max(workers, os.cpu_count() or 1),
                 num_gpus=len(gpus),
-                include_dashboard=False,
                 object_store_memory=100 * _MEGABYTE + object_bytes,
+                **own_ray.OPTIONS,
                 **common,
             )
     return True

@@ -45,7 +45,11 @@ def of_workers(name: str, nodes: int, per_node: int, gpus: int, servers: int = 0
     """
     bundle = {"CPU": per_node + servers} | ({"GPU": per_node} if gpus else {})
     what = f"the workers of {name} find on trainer.nnodes={nodes} machines"
-    return reserve([bundle] * nodes, "STRICT_SPREAD", what, "lower trainer.n_gpus_per_node or trainer.nnodes")
+    advice = (
+        "lower trainer.n_gpus_per_node or trainer.nnodes, or let runners hold fewer CPUs, where they are actors of the "
+        "same Ray (actor_rollout_ref.rollout.agent.ray.num_actors)"
+    )
+    return reserve([bundle] * nodes, "STRICT_SPREAD", what, advice)
 
 
 def apart(servers: int, size: int) -> list[Seat]:

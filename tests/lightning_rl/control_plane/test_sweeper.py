@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import threading
 import time
 
 import pytest
@@ -82,6 +83,36 @@ def test_the_whole_time_in_which_nothing_could_be_written_is_made_up_for(caplog)
         "trouble with the store: full",
         "trouble with the store is over",
     ]
+
+
+def test_a_store_that_hangs_is_told_and_the_time_made_up_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_rl.store.sql_thread._PATIENCE_SECONDS", 0.1)
+    answers = threading.Event()
+
+    class Hangs(Noting):
+        def make_up(self, seconds: float, *, gateway_id: None) -> None:
+            self.moved.append((seconds, 0))
+
+    async def scenario() -> list[tuple[float, float]]:
+        store, sql = Hangs(), SqlThread()
+        sweeper = Sweeper(store, sql, None, NoPauses(), Notifications(), seconds=1)
+        asked = asyncio.create_task(sql.run(answers.wait))
+        while not sql.unwritable:
+            await asyncio.sleep(0.01)
+        assert not asked.done(), "who asks waits"
+        answers.set()
+        await asked
+        await sweeper.sweep(1)
+        assert not sql.unwritable
+        sql.close()
+        return store.moved
+
+    assert asyncio.run(scenario()) == [(1, 0)]
+    told = [record.getMessage() for record in caplog.records if record.name.endswith("recording.alerts")]
+    assert told[0].startswith("trouble with the store: it has not answered for 0.1 s: see what holds the database")
+    assert told[1:] == ["trouble with the store is over"]
 
 
 def test_time_in_which_the_process_stood_still_counts_against_nobody() -> None:

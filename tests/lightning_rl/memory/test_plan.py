@@ -10,6 +10,7 @@ from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
 from lightning_rl.memory import plan
 from lightning_rl.memory.budget import PARTS, budget
+from lightning_rl.memory.choices import MemoryPlanner
 from lightning_rl.memory.gpus import FRAGMENTATION, GIB, stated
 from lightning_rl.memory.plan import DoesNotFit, Plan, bar, refuse_what_cannot_fit
 from lightning_rl.memory.traced_step import Held, TracedStep
@@ -74,7 +75,20 @@ def test_what_no_keys_make_fit_says_what_is_left() -> None:
 @pytest.mark.long
 def test_keys_that_a_person_chose_stay() -> None:
     plan = planned(QWEN_15B, "24", f"{ACTOR}optim.optimizer=SGD", f"{ACTOR}fsdp_config.model_dtype=bf16")
-    assert f"{ACTOR}optim.optimizer" not in (plan.changes or {})
+    assert not any(".optim." in key for key in plan.changes or {}), "torchao has no SGD"
+
+
+@pytest.mark.parametrize(
+    ("words", "takes"),
+    [
+        ([], True),
+        ([f"{ACTOR}fsdp_config.model_dtype=bf16", f"{ACTOR}optim.optimizer=AdamW8bit"], True),
+        ([f"{ACTOR}optim.optimizer=SGD"], False),
+        ([f"{ACTOR}optim.override_optimizer_config={{fused: true}}"], False),
+    ],
+)
+def test_torchaos_optimizer_is_advised_with_all_its_keys_or_not_at_all(words: list[str], takes: bool) -> None:
+    assert MemoryPlanner(configured(*words), QWEN_15B, stated("24"))._takes_low_bit() is takes
 
 
 def test_a_run_that_cannot_fit_is_refused_with_the_phase_and_a_way(tmp_path: Path) -> None:

@@ -1,14 +1,18 @@
 """What a run asks of Ray; that it gets it is in `tests/cluster/test_ray.py`."""
 
+import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_rl.agents.agent import as_agent
 from lightning_rl.config.schema import RayActors
-from lightning_rl.runner.on_ray import OutOfReach, asked, check_reach, room, seats
+from lightning_rl.runner.on_ray import OutOfReach, asked, check_reach, launch, room, seats
 
 CORES = st.lists(st.integers(0, 64), min_size=1, max_size=8)
 
@@ -53,6 +57,31 @@ def test_a_loopback_url_is_refused_where_the_cluster_has_other_machines() -> Non
     for url in ("http://127.0.0.1:8080", "http://localhost:8080", "http://[::1]:8080"):
         with pytest.raises(OutOfReach, match=r"10\.0\.0\.2.*Trainer\(host="):
             check_reach(url, ["10.0.0.1", "10.0.0.2"], here="10.0.0.1")
+
+
+def test_a_ray_of_our_own_listens_on_the_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stop(Exception):
+        pass
+
+    def asked_of_ray(address: str) -> tuple[dict[str, Any], str | None]:
+        told: dict[str, Any] = {}
+
+        def init(**options: Any) -> None:
+            told.update(options)
+            raise Stop
+
+        loaded = SimpleNamespace(is_initialized=lambda: False, init=init)
+        monkeypatch.setitem(sys.modules, "ray", loaded)
+        monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
+        with (
+            pytest.raises(Stop),
+            launch(1, as_agent(lambda task: 1.0), ["http://x"], "key", given=RayActors(address=address)),
+        ):
+            pass
+        return told, os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
+
+    assert asked_of_ray("local") == ({"address": "local", "include_dashboard": False}, "0")
+    assert asked_of_ray("ray://head:10001") == ({"address": "ray://head:10001"}, None)
 
 
 def test_ray_is_loaded_for_a_run_that_asks_for_it_alone() -> None:
