@@ -244,7 +244,7 @@ async def _wait(awaitable: Awaitable[Any]) -> Any:
 
 def _resource(value: Mapping[str, Any]) -> Any:
     if value.get("type") == "prompt_template":
-        return PromptTemplate(value["template"], value["engine"])
+        return PromptTemplate(value["template"], value.get("engine", "f-string"))
     if value.get("type") != "llm":
         return value
     llm = LLM(

@@ -281,7 +281,7 @@ def _update(published: Resources) -> ResourcesUpdate:
 
 def _value(value: dict[str, Any]) -> Any:
     if value.get("type") == "prompt_template":
-        return PromptTemplate(value["template"], value["engine"])
+        return PromptTemplate(value["template"], value.get("engine", "f-string"))
     if value.get("type") == "proxy_llm":
         train, val = (value.get(name, {}) for name in ("sampling_parameters", "val_sampling_parameters"))
         return ProxyLLM(value["model"], train, val)

@@ -1,5 +1,8 @@
 """Resources: published once under an id of their own, and never changed."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 import sqlalchemy as sa
 
@@ -21,11 +24,13 @@ class ResourceOperations(Transactions):
 
         Raises:
             Conflict: the id is there with other resources.
-            Invalid: the id is `latest`, or a resource is not JSON-able.
+            Invalid: the id is `latest`, a resource is not JSON-able, or a prompt has no text.
         """
         resources_id = request.resources_id or new_id("s")
         if resources_id == LATEST:
             raise Invalid(f"resources cannot be named {LATEST!r}: that is the newest ones' name")
+        for name, value in request.resources.items():
+            _check(name, value)
         body = body_of(request.resources)
         table = schema.resources
         known = self._resources(connection, resources_id)
@@ -78,3 +83,13 @@ class ResourceOperations(Transactions):
         table = schema.resources
         query = sa.select(table.c.resources_id).order_by(table.c.version.desc()).limit(1)
         return connection.execute(query).scalar_one_or_none()
+
+
+def _check(name: str, value: Mapping[str, Any]) -> None:
+    if value.get("type") != "prompt_template":
+        return
+    if not isinstance(value.get("template"), str) or value.get("engine", "f-string") not in ("f-string", "jinja"):
+        raise Invalid(
+            f"resource {name!r} is a prompt_template: it has a text, `template`, and an `engine`, f-string (where none "
+            "is named) or jinja"
+        )

@@ -483,6 +483,10 @@ def test_resources_are_versioned_and_never_change(store) -> None:
     assert store.resources("one") == one
     with pytest.raises(Invalid):
         store.publish(ResourcesRequest(resources={}, resources_id="latest"))
+    for prompt in ({}, {"template": 1}, {"template": "x", "engine": "mako"}):
+        with pytest.raises(Invalid, match="resource 'p' is a prompt_template: it has a text"):
+            store.publish(ResourcesRequest(resources={"p": {"type": "prompt_template"} | prompt}))
+    store.publish(ResourcesRequest(resources={"p": {"type": "prompt_template", "template": "x"}}))
 
 
 # What does not count
