@@ -25,7 +25,6 @@ from omegaconf import DictConfig
 
 from lightning_rl.algorithms.base import Dataset, Endpoint
 from lightning_rl.config import backends, derived, to_yaml
-from lightning_rl.config.idle_keys import idle_beside_others
 from lightning_rl.config.policies import named, policies_of
 from lightning_rl.config.schema import Config
 from lightning_rl.configured_algorithm import ConfiguredAlgorithm, composed
@@ -43,6 +42,7 @@ from lightning_rl.ppo.privileged import Privileged
 from lightning_rl.ppo.reporting import Reporter, rollout_metrics, timed
 from lightning_rl.ppo.run_state import RunState, TuningRecord
 from lightning_rl.rewards import GroupReward
+from lightning_rl.rewards.training_rewards import fetch
 from lightning_rl.rl.advantages import Estimator
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.telemetry import metrics as trackers
@@ -133,7 +133,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
             privileged=privileged,
         )
         self.rules = self._rules_of(self.config)
-        for idle in () if self.config.policies else idle_beside_others(self.config):  # of several each reads its own
+        for idle in resolved_config.keys_left_unread(self.config, self.rules.batch.estimator):
             _log.warning("%s", idle)
         self.learners = self._learners()
         self.state = RunState(self.config)
@@ -231,6 +231,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
         helpers = backends.registrations(self.config.gateway)
         trackers.check_names(self.config.trainer.logger)
         traces.check(self.config.actor_rollout_ref.rollout.trace)
+        fetch(self.rules.grader)
         if not self.resume:  # of a run that goes on, what it goes on with stays until all of the new is checked
             write_whole(run_dir / "config.yaml", to_yaml(self.config).encode())
         resumed = checkpoint.latest(run_dir / "checkpoints") if self.resume else self._begin_from(run_dir)

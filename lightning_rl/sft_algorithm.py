@@ -29,7 +29,7 @@ from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo import tasks as tasks_of_run
 from lightning_rl.ppo.models import Models
 from lightning_rl.ppo.reporting import memory_advice, timed
-from lightning_rl.rewards.training_rewards import Grader
+from lightning_rl.rewards.training_rewards import Grader, fetch
 from lightning_rl.sft import examples
 from lightning_rl.sft.examples import Example, Examples
 from lightning_rl.sft.teacher import TeacherBaseline
@@ -164,6 +164,7 @@ class SFT(ConfiguredAlgorithm):
         """Let the teacher answer, then train. What it has answered in this folder before, it is not asked again."""
         teacher = self._its_teacher
         teacher.store, teacher.check = self.store, self.check
+        fetch(self._grader)
         traces, evaluation = teacher.answer(train_dataset, self._grader)
         if self.shows:
             print(evaluation)

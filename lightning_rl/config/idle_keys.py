@@ -4,6 +4,7 @@ A coefficient of something that is off is the usual one: nothing is penalised, a
 """
 
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import NamedTuple
 
 from lightning_rl.config import given_keys
@@ -11,6 +12,16 @@ from lightning_rl.config.schema import Config
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _LOSS = f"{_ACTOR}policy_loss."
+_DISTILLED = "distillation.distillation_loss."
+# Not `critic.` as a whole: some of its keys have other defaults in verl, whose scripts would be told of them.
+_UPDATE_OF_CRITIC = (
+    "critic.optim.",
+    "critic.grad_clip",
+    "critic.loss_agg_mode",
+    "critic.model.path",
+    "critic.ppo_epochs",
+    "critic.ppo_mini_batch_size",
+)
 
 
 class _Need(NamedTuple):
@@ -29,7 +40,53 @@ def _of_loss(mode: str, *names: str) -> _Need:
     )
 
 
+def _of_schedule(optim: str) -> tuple[_Need, ...]:
+    schedule, read = f"{optim}.lr_scheduler_type", attrgetter(optim)
+    return (
+        _Need(
+            (f"{optim}.min_lr_ratio",),
+            f"{schedule}=linear or cosine",
+            lambda c: read(c).lr_scheduler_type != "constant",
+        ),
+        _Need((f"{optim}.num_cycles",), f"{schedule}=cosine", lambda c: read(c).lr_scheduler_type == "cosine"),
+        _Need(
+            (f"{optim}.lr_warmup_steps_ratio",), f"{optim}.lr_warmup_steps=-1", lambda c: read(c).lr_warmup_steps < 0
+        ),
+    )
+
+
+_WITHOUT_CRITIC = _Need(
+    (*_UPDATE_OF_CRITIC, "critic.shared_trunk", "critic.value_coef", "critic.cliprange_value", "algorithm.lam"),
+    "a critic, as with algorithm.adv_estimator=gae",
+    lambda config: False,
+)
+_WITH_CRITIC = (
+    _Need(
+        _UPDATE_OF_CRITIC,
+        "a critic of its own: with critic.shared_trunk=true the head learns in the policy's update, by "
+        "actor_rollout_ref.actor.optim",
+        lambda config: not config.critic.shared_trunk,
+    ),
+    _Need(("critic.value_coef",), "critic.shared_trunk=true", lambda config: config.critic.shared_trunk),
+)
 _NEEDS = (
+    *_of_schedule("actor_rollout_ref.actor.optim"),
+    *_of_schedule("critic.optim"),
+    _Need(
+        (
+            f"{_DISTILLED}distillation_loss_coef",
+            f"{_DISTILLED}distillation_loss_coef_end",
+            f"{_ACTOR}entropy_coeff",
+            f"{_ACTOR}use_kl_loss",
+        ),
+        f"{_DISTILLED}use_task_rewards=true, since the teacher's loss alone is trained",
+        lambda config: not config.distillation.enabled or config.distillation.distillation_loss.use_task_rewards,
+    ),
+    _Need(
+        tuple(f"{_DISTILLED}{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")),
+        f"{_DISTILLED}use_policy_gradient=true",
+        lambda config: not config.distillation.enabled or config.distillation.distillation_loss.use_policy_gradient,
+    ),
     _Need(
         (f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type"),
         f"{_ACTOR}use_kl_loss=true",
@@ -98,10 +155,11 @@ _NEEDS = (
 )
 
 
-def idle_beside_others(config: Config) -> Iterator[str]:
-    """What is to be said of keys that have other values than their defaults, and are not read."""
+def idle_beside_others(config: Config, *, with_critic: bool) -> Iterator[str]:
+    """What is to be said of keys that have other values than their defaults, and are not read. `with_critic`: whether a
+    critic is trained."""
     given = sorted(given_keys(config))
-    for need in _NEEDS:
+    for need in (*_NEEDS, *(_WITH_CRITIC if with_critic else [_WITHOUT_CRITIC])):
         groups = tuple(name for name in need.names if name.endswith("."))
         idle = [name for name in given if name in need.names or name.startswith(groups)]
         if idle and not need.is_met(config):

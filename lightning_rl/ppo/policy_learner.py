@@ -126,7 +126,15 @@ class PolicyLearner:
         """Make what is trained, for a run of so many steps; what sends its weights."""
         weights = WeightSync(self.config, store, self.models)
         weights.sleep()  # the trainer is made in the engine's room
-        self.models.train(max(1, self.policy.updates(steps)) if steps else 0)
+        updates, warm_up = self.policy.updates(steps), self.config.trainer.critic_warmup
+        if warm_up and 0 < updates <= warm_up:
+            _log.warning(
+                "trainer.critic_warmup=%d holds %s back in all of its %d updates: it learns nothing in this run",
+                warm_up,
+                f"policy {self.name}" if self.name else "the policy",
+                updates,
+            )
+        self.models.train(max(1, updates) if steps else 0)
         weights.watch_outages()
         return weights
 

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from lightning_rl.algorithms.base import NEUTRAL, Endpoint
 from lightning_rl.config import ConfigError
+from lightning_rl.config.idle_keys import idle_beside_others
 from lightning_rl.config.schema import Config, Fsdp, Optim, RolloutSection, ValKwargs
 from lightning_rl.inference.load import device_of
 from lightning_rl.inference.vllm.command import Options
@@ -138,6 +139,7 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
     _check_engine(config)
     _check_schedule(config)
     _check_4bit(config)
+    _check_teachers(config)
     if trainer.workers > 1:
         _check_workers(config)
     chat_template_kwargs(config)
@@ -151,6 +153,22 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
         raise ConfigError("trainer.critic_warmup has no critic to warm up: set algorithm.adv_estimator=gae, or 0")
     if trainer.early_stopping.patience is not None and trainer.test_freq < 1:
         raise ConfigError("trainer.early_stopping.patience counts measurements: set trainer.test_freq to make some")
+
+
+def keys_left_unread(config: Config, estimator: Estimator | OutcomeEstimator) -> Iterable[str]:
+    """What is to be said of keys that are given and not read; of several policies nothing: each reads its own."""
+    return () if config.policies else idle_beside_others(config, with_critic=needs_critic(config, estimator))
+
+
+def _check_teachers(config: Config) -> None:
+    """Of what servers cannot score: rows are refused when they come, and by then they were sampled."""
+    served = [name for name, teacher in config.distillation.teachers().items() if teacher.server_urls]
+    temperature = config.actor_rollout_ref.rollout.temperature
+    if served and config.gateway.sampling == "algorithm" and temperature != 1:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.temperature={temperature:g}: the servers of teacher {served[0]} score tokens "
+            "that were sampled at temperature 1 alone: set it to 1, or give the teacher as a folder (model_path)"
+        )
 
 
 def _check_4bit(config: Config) -> None:

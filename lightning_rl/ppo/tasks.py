@@ -92,14 +92,11 @@ def grader_of(config: Config, given: Grader | None, found: Datasets) -> Grader |
     """What grades the rollouts: the grader that was `given`; else, where no loop gives a reward, the scorers of the
     tasks' `data_source`; None where the agents' own rewards count.
 
-    Raises ConfigError where nothing would give a reward, and as `Grader.fetch`.
+    Raises ConfigError where nothing would give a reward.
     """
     loops, (train, val, tune) = loops_of(config), found
-    if given is not None:
-        given.fetch()
+    if given is not None or loops is None or loops.rewards_any(train or val):
         return given
-    if loops is None or loops.rewards_any(train or val):
-        return None
     if (why := unscored([*train, *val, *(tune or ())])) is None:
         return Grader(DataSourceReward(), concurrency=1)
     if config.distillation.without_rewards:

@@ -25,7 +25,7 @@ class Grader:
     """
 
     def __init__(self, reward: GroupReward, *, concurrency: int) -> None:
-        self._reward = reward
+        self.reward = reward
         self._concurrency = concurrency
 
     @classmethod
@@ -35,11 +35,6 @@ class Grader:
         # Functions of verl's make may use signals, which only the main thread can.
         own_thread = reward is None and config.judge.model is None
         return None if chosen is None else cls(chosen, concurrency=1 if own_thread else config.judge.concurrency)
-
-    def fetch(self) -> None:
-        """What can be wrong with a reward model is told before any rollout runs. Raises as `RewardModel.fetch`."""
-        if isinstance(self._reward, RewardModel):
-            self._reward.fetch()
 
     def graded(
         self, traces: Sequence[RolloutTrace], store: RunStore, model: str | Collection[str]
@@ -62,7 +57,7 @@ class Grader:
         asked = [group for group in groups.values() if any(finished.rollout_id in attempts for finished in group)]
         late = {
             finished.rollout_id: late_rewards(named)
-            for group, rewards in zip(asked, grade(self._reward, asked, concurrency=self._concurrency), strict=True)
+            for group, rewards in zip(asked, grade(self.reward, asked, concurrency=self._concurrency), strict=True)
             for finished, named in zip(group, rewards, strict=True)
             if finished.rollout_id in attempts
         }
@@ -71,3 +66,12 @@ class Grader:
             given_late(trace, late[trace.rollout.rollout_id]) if trace.rollout.rollout_id in late else trace
             for trace in traces
         ]
+
+
+def fetch(grader: Grader | None) -> None:
+    """Take the grader's model from the hub, if it has one: what is wrong with it is told before any rollout runs.
+
+    Raises as `RewardModel.fetch`.
+    """
+    if grader is not None and isinstance(grader.reward, RewardModel):
+        grader.reward.fetch()

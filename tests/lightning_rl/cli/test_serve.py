@@ -117,7 +117,7 @@ def test_an_agent_joins_is_recorded_and_all_of_it_is_there_after_a_restart(tmp_p
         code, said = server.stop(signal.SIGINT)
     assert (code, said) == (130, "")
     assert service.keys == ["Bearer sk-of-the-service"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-server", "run.db"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run-server", "run.db", "run.db.lock"]
     for line in (f"log         {tmp_path}/run-server/server.log", f"journal     {tmp_path}/run-server/gateway.journal"):
         assert line in server.printed
     log = (tmp_path / "run-server" / "server.log").read_text()

@@ -1025,13 +1025,13 @@ def test_rewards_are_what_the_keys_say(tmp_path: Path, monkeypatch: pytest.Monke
     finished = FinishedRollout(rollout_id="r", group_id="g", task=task, answer="a", messages=[])
     grader = PPO({"reward": {"custom_reward_function": named}}).rules.grader
     assert grader is not None
-    assert grader._reward([finished]) == [{"reward": 3.0}]
+    assert grader.reward([finished]) == [{"reward": 3.0}]
     monkeypatch.setenv("MY_KEY", "secret")
     judge = {"model": "m", "base_url": "http://127.0.0.1:1/v1", "api_key_env": "MY_KEY", "rubric": "short ones",
              "timeout_seconds": 7.0, "concurrency": 2}  # fmt: skip
     grader = PPO({"reward": {"judge": judge}}).rules.grader
     assert grader is not None
-    found: Any = grader._reward
+    found: Any = grader.reward
     assert (found.model, found.base_url, found._api_key, found.rubric) == (
         "m",
         judge["base_url"],

@@ -6,11 +6,13 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl.config import compose, keys
-from lightning_rl.config.idle_keys import _NEEDS, idle_beside_others
+from lightning_rl.config.idle_keys import _NEEDS, _WITH_CRITIC, _WITHOUT_CRITIC, idle_beside_others
 from lightning_rl.config.schema import Config
 from lightning_rl.config.verl_keys import DEFAULTS
 
 ACTOR, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
+LOSS, GAE = "distillation.distillation_loss.", "algorithm.adv_estimator=gae"
+DISTILLED = ["distillation.enabled=true", "distillation.teacher_models.big.model_path=x"]
 
 
 @pytest.mark.parametrize(
@@ -30,13 +32,36 @@ ACTOR, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
             ["tau_pos: no effect without .*loss_mode=sapo", "dro_beta: no effect without .*loss_mode=dro"],
         ),
         (
+            ["critic.optim.lr=0.1", "algorithm.lam=0.9"],
+            [r"algorithm\.lam, critic\.optim\.lr: no effect without a critic, as with algorithm\.adv_estimator=gae"],
+        ),
+        (["critic.optim.lr=0.1", "algorithm.lam=0.9", GAE], []),
+        (["critic.value_coef=2", GAE], [r"critic\.value_coef: no effect without critic\.shared_trunk=true"]),
+        (
+            ["critic.shared_trunk=true", "critic.value_coef=2", "critic.optim.lr=0.1", "critic.model.path=x", GAE],
+            [r"critic\.model\.path, critic\.optim\.lr: .* the head learns in the policy's update"],
+        ),
+        (
+            [f"{ACTOR}optim.min_lr_ratio=0.1", f"{ACTOR}optim.num_cycles=2", f"{ACTOR}optim.lr_warmup_steps_ratio=0.1"],
+            [r"min_lr_ratio: .*lr_scheduler_type=linear or cosine", "num_cycles: .*=cosine"],
+        ),
+        (
+            [f"{ACTOR}optim.lr_warmup_steps=3", f"{ACTOR}optim.lr_warmup_steps_ratio=0.1"],
+            ["lr_warmup_steps_ratio: no effect without .*lr_warmup_steps=-1"],
+        ),
+        (
+            [*DISTILLED, f"{LOSS}use_task_rewards=false", f"{LOSS}distillation_loss_coef=3", f"{ACTOR}entropy_coeff=1"],
+            [r"entropy_coeff, .*distillation_loss_coef: no effect without .*use_task_rewards=true"],
+        ),
+        ([*DISTILLED, f"{LOSS}distillation_loss_coef=3"], []),
+        (
             ["reward.overlong_buffer.len=8"],
             [r"overlong_buffer\.len: no effect without reward\.overlong_buffer\.enable"],
         ),
     ],
 )
 def test_keys_that_are_not_read_are_told(given: list[str], told: list[str]) -> None:
-    found = list(idle_beside_others(compose(command_line=given)))
+    found = list(idle_beside_others(compose(command_line=given), with_critic=GAE in given))
     assert len(found) == len(told)
     assert all(re.search(pattern, text) for pattern, text in zip(told, found, strict=True))
 
@@ -52,11 +77,12 @@ def test_a_run_tells_of_them_once_and_of_several_policies_none_does(caplog: pyte
 
 def test_verls_defaults_are_not_told_of() -> None:
     """Who starts a script of verl's has not written them."""
-    assert list(idle_beside_others(compose(base=DEFAULTS))) == []
+    for with_critic in (True, False):
+        assert list(idle_beside_others(compose(base=DEFAULTS), with_critic=with_critic)) == []
 
 
 def test_all_names_are_keys() -> None:
     names = {key.name for key in keys(Config)}
-    for need in _NEEDS:
+    for need in (*_NEEDS, *_WITH_CRITIC, _WITHOUT_CRITIC):
         for name in need.names:
             assert name in names or (name.endswith(".") and any(key.startswith(name) for key in names)), name

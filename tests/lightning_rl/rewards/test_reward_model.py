@@ -10,12 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
+import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
-from lightning_rl.ppo.tasks import grader_of
 from lightning_rl.rewards.checked import RewardError
 from lightning_rl.rewards.grading import from_config, grade
 from lightning_rl.rewards.reward_model import RewardModel
-from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.tutorial import checkpoint
 from tests.lightning_rl.rewards.rollouts import finished, group
 
@@ -121,9 +120,9 @@ def test_what_is_wrong_with_a_reward_model_is_told_before_any_rollout(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def told(path: str) -> BaseException:
-        config = compose({"reward": {"reward_model": {"enable": True, "model_path": path}}})
+        algorithm = lrl.PPO({"reward": {"reward_model": {"enable": True, "model_path": path}}})
         with pytest.raises((OSError, ConfigError)) as raised:
-            grader_of(config, Grader.of(config.reward, None), ([], [], []))
+            algorithm.open(tmp_path)
         return raised.value
 
     silent = Path(shutil.copytree(folder, tmp_path / "silent"))
