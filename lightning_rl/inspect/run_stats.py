@@ -14,7 +14,7 @@ from lightning_rl.config.schema import Config
 from lightning_rl.inspect import call, folder, recorded
 from lightning_rl.store import schema
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import ErrorInfo
+from lightning_rl.store.contract import NOT_COUNTED, ErrorInfo
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl.trajectories import step_record
@@ -295,11 +295,13 @@ def _look_at_attempts(connection: sa.Connection, evidence: Evidence, status: Map
     for row in connection.execute(query.order_by(table.started_at)):
         if row.rollout_id not in status:
             continue
+        error = None if row.error is None else msgspec.json.decode(row.error, type=ErrorInfo)
+        if error is not None and error.type in NOT_COUNTED:
+            continue  # somebody stopped the run, or its runner
         evidence.attempts += 1
         named = set(msgspec.json.decode(row.rewards) if row.rewards else ())
         evidence.reward_names |= named
-        if row.error is not None:
-            error = msgspec.json.decode(row.error, type=ErrorInfo)
+        if error is not None:
             kinds = evidence.infrastructure if error.infrastructure else evidence.errors
             kinds.setdefault(error.type, Tally()).add(row.rollout_id)
         elif row.status == "succeeded":

@@ -33,6 +33,7 @@ from tests.lightning_rl.inspect.runs import (
 )
 
 BUG = ErrorInfo(type="ValueError", message="no")
+STOPPED = ErrorInfo(type="SessionEnded", message="the run has ended", infrastructure=True)
 LOST = ErrorInfo(type="EngineError", message="gone", infrastructure=True)
 CHECKS = (*doctor.CHECKS_OF_ROLLOUTS, *doctor.CHECKS_OF_LEARNING)
 GOOD: dict[str, Any] = {"calls": TALK}
@@ -181,6 +182,7 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ({"rollouts": forked(10, ForkCause.TRUNCATED_BY_CLIENT)}, "drift_truncated_by_client"),
     ({"rollouts": several(11) + several(1, calls=[CUT])}, "truncation"),
     ({"rollouts": [*several(10), GOOD | {"mode": "val", "error": BUG}]}, "agent_error_ValueError"),
+    ({"rollouts": [*several(2), GOOD | {"error": STOPPED, "attempts": 2}]}, "infrastructure_retries"),
     ({"rollouts": several(4, reward=None, call_rewards=[Reward(value=1.0, call_id="any")])}, "no_reward"),
     ({"rollouts": several(4, reward={"reward": 1.0, "tone": 0.0}), "config": WEIGHTS}, "reward_never_given_tone"),
     ({"metrics": [metrics_of(n, critic__score__max=0.0, critic__score__min=0.0) for n in (1, 2)]}, "dead_reward"),
