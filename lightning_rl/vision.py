@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image as Pillow
-from PIL import ImageOps
+from PIL import ImageOps, UnidentifiedImageError
 from torch import Tensor, nn
 from transformers import AutoImageProcessor
 
@@ -227,6 +227,8 @@ class ModelVision:
         try:
             with Pillow.open(io.BytesIO(image.data)) as opened:
                 pixels = _as_shown(opened)
+        except UnidentifiedImageError as error:  # whose message shows an address in memory
+            raise ValueError(f"image {image.sha256} cannot be read: it is damaged behind its header") from error
         except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
             raise ValueError(f"image {image.sha256} cannot be read: {error}") from error
         given = self._processor(images=[pixels], return_tensors="pt", do_rescale=False, do_normalize=False)

@@ -367,7 +367,7 @@ class Gateway:
         model = self._call_handler.model_of(attempt, agent, request.model)
         if self._tokenizing is None or self.router.is_backend(model):
             raise GatewayError(400, f"model {model!r} is a chat service: its tokens cannot be counted here")
-        return messages.count(await self._tokenizing.count(request, len(body)))
+        return messages.count(await self._call_handler.count_tokens(attempt, request, self._tokenizing, len(body)))
 
     async def _embed(self, attempt: LiveAttempt, body: bytes) -> bytes:
         fields, body_key = self._fields(body), _body_key("embeddings", None, body)

@@ -371,6 +371,8 @@ def _part(where: str, part: Any) -> dict[str, Any]:
             return {"type": "text", "text": part[held]}
     if kind == "image_url" and isinstance(part.get("image_url"), dict):
         return dict(part)
+    if kind == "image_url":
+        raise GatewayError(400, f"{where}.image_url is no object with a `url`", param=where)
     raise GatewayError(
         400, f"{where} is a part of type {kind!r}; this model takes 'text' and 'image_url' parts", param=where
     )

@@ -133,6 +133,18 @@ class CallHandler:
         context = CallContext(attempt, agent, dialect, request, inflight, model)
         return self._sample_all(context, self._tokenizing, long=long)
 
+    async def count_tokens(self, attempt: LiveAttempt, request: Request, tokenizing: Tokenizing, size: int) -> int:
+        """How many tokens the prompt of a request has, whose body is `size` bytes long. Raises GatewayError as a call
+        with it would."""
+        renderer, shown = tokenizing.renderer, attempt.forest.images
+        self._check_images(request, renderer, attempt)
+        counted = await tokenizing.count(request, size)
+        if renderer.vision is None:
+            return counted
+        request = replace(request, messages=shown.named(request.messages))
+        await self._fetch_images(attempt, request)
+        return counted + sum(renderer.vision.features(image) - 1 for image in shown.of(request.messages))
+
     def model_of(self, attempt: LiveAttempt, agent: str | None, requested: str) -> str:
         """The model that answers a call of `agent` (its tag) that names `requested`.
 

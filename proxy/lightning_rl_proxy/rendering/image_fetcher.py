@@ -32,6 +32,10 @@ class ImageFetcher:
 
     def check(self, where: str, url: str) -> None:
         """Raises GatewayError(400) for a URL that is not fetched here."""
+        if url.startswith("sha256:"):
+            raise _refused(
+                f"{where} is {url[:80]!r}, which was not shown in this attempt: send its bytes the first time"
+            )
         parsed = _parsed(url)
         if parsed is None:
             raise _refused(f"{where} is at {url[:60]!r}; images come as data:image/png;base64,... or at http(s) URLs")

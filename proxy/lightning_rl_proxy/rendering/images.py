@@ -197,7 +197,7 @@ def read(where: str, url: str) -> Image:
         data = msgspec.convert(text, bytes)  # five times as fast as `base64`
     except (msgspec.ValidationError, UnicodeEncodeError) as error:
         raise _refused(f"{where} is not base64") from error
-    return image_of(where, data, head.removeprefix("data:").partition(";")[0].lower())
+    return image_of(where, data, head.lower().removeprefix("data:").partition(";")[0])
 
 
 def image_of(where: str, data: bytes, media_type: str | None = None) -> Image:

@@ -258,7 +258,7 @@ def test_images_that_do_not_fit_are_refused_over_the_wire(policy: EmbeddedPolicy
         "6 features, and 5 tokens": wire(image, length=5),
         "outside of the prompt": wire(image, start=99),
         "not those that the digest is of": wire(image, sha256="0" * 64),
-        "cannot be read": wire(PlacedImage(4, 6, sha256(b"x").hexdigest(), b"x")),
+        "cannot be read: it is damaged behind its header": wire(PlacedImage(4, 6, sha256(b"x").hexdigest(), b"x")),
     }
     for why, media in cases.items():
         refused = post(policy, ids, [media])

@@ -208,6 +208,7 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ),
     ({"metrics": trend("actor__entropy", [1.0] * 6 + [0.2] * 2)}, "entropy_collapse"),
     ({"metrics": trend("tokens__excluded__validation", [60.0])}, "excluded_validation"),
+    ({"metrics": trend("tokens__excluded__tuning", [60.0])}, "excluded_tuning"),
     ({"metrics": trend("tokens__excluded__overlong", [2000.0] * (RECENT + 2))}, "excluded_overlong"),  # long ago
 ]
 

@@ -152,7 +152,7 @@ def test_an_image_may_be_named_by_its_digest_once_it_was_shown(seen: Served) -> 
     ask(seen, [named(CAT)])
     assert [one.sha256 for one in placed(seen)] == [sha(CAT)]
     refused = post(seen, "chat/completions", {"model": MODEL, "messages": [named(DOG)]}, 400)
-    assert "messages[0].content[0] is at 'sha256:" in refused["error"]["message"]
+    assert "messages[0].content[0] is 'sha256:" in refused["error"]["message"]
 
 
 def test_a_fork_with_another_image_is_another_branch(seen: Served) -> None:
@@ -258,7 +258,7 @@ def test_the_image_of_a_responses_tool_output_goes_into_the_next_prompt(seen: Se
     [
         ("https://example.com/cat.png", "allowed_media_domains"),
         ("file:///etc/passwd", "http(s) URLs"),
-        ("sha256:" + "0" * 64, "http(s) URLs"),
+        ("sha256:" + "0" * 64, "was not shown in this attempt"),
         ("data:image/png;base64,@@", "base64"),
         ("data:image/png;base64," + base64.b64encode(b"no picture at all").decode(), "is no PNG"),
         ("data:text/plain;base64,AAAA", "http(s) URLs"),
@@ -270,6 +270,24 @@ def test_what_is_no_image_is_refused_by_its_place(seen: Served, url: str, why: s
     assert why in refused
     assert "messages[0].content[0]" in refused
     assert seen.engine.prompts == []
+
+
+def test_tokens_are_counted_with_their_images(seen: Served) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": _B64}
+    shown = [{"type": "image", "source": source}, {"type": "text", "text": "see"}]
+    body = {"model": MODEL, "messages": [{"role": "user", "content": shown}]}
+    counted = post(seen, "messages/count_tokens", body)["input_tokens"]
+    post(seen, "messages", body | {"max_tokens": 60})
+    assert counted == len(seen.engine.prompts[0])
+    source |= {"type": "url", "url": "https://example.com/cat.png"}
+    refused = post(seen, "messages/count_tokens", body, 400)["error"]["message"]
+    assert "messages[0].content[0] is at 'example.com'" in refused
+
+
+def test_an_image_that_is_no_object_is_told_so(seen: Served) -> None:
+    message = {"role": "user", "content": [{"type": "image_url", "image_url": seeing.data_url(CAT)}]}
+    refused = post(seen, "chat/completions", {"model": MODEL, "messages": [message]}, 400)["error"]["message"]
+    assert refused == "messages[0].content[0].image_url is no object with a `url`"
 
 
 def test_a_text_that_spells_the_placeholder_is_text_or_else_refused(seen: Served, folder: Path) -> None:
