@@ -23,6 +23,7 @@ from lightning_rl_proxy.engines.base import EngineFinish, EngineRefused, EngineT
 from lightning_rl_proxy.engines.chat_backend import BackendAnswer
 from lightning_rl_proxy.forest import message_fingerprint
 from lightning_rl_proxy.forest.fork_causes import first_difference
+from lightning_rl_proxy.forest.shown_images import ShownImages
 from lightning_rl_proxy.rendering.base import Markup, ParsedAnswer, Renderer
 from lightning_rl_proxy.rendering.images import Vision
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
@@ -376,7 +377,8 @@ class HearingRenderer:
 
 
 def _heard(messages: Sequence[Message]) -> list[tuple[Any, ...]]:
-    """The messages as what the model would see of them."""
+    """The messages as what the model would see of them. Those to a service hold their images, and records do not."""
+    messages = ShownImages().relayed(list(messages))
     return [one[:3] for one in message_fingerprint.read(messages, message_fingerprint.Numbering())]
 
 

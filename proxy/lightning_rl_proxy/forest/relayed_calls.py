@@ -146,9 +146,9 @@ def deltas(answer: ParsedAnswer, *, tokens: bool = False) -> Iterator[Delta]:
         yield Delta(kind="tool_call", tool_call=call, tool_index=index)
 
 
-def placed(place: Place, answer: BackendAnswer, request: Request) -> Place:
+def placed(place: Place, answer: BackendAnswer) -> Place:
     """Where the answer's call is, now that its prompt may be known."""
-    return place if answer.prompt_ids is None else place.with_prompt(answer.prompt_ids, request.messages)
+    return place if answer.prompt_ids is None else place.with_prompt(answer.prompt_ids, place.asked.messages)
 
 
 class CallIdentity(NamedTuple):

@@ -5,11 +5,13 @@ digests of their bytes, in the place of the bytes.
 """
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import xxhash
 
 from lightning_rl_adapters.media import url_of, with_urls
+from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering import images
 from lightning_rl_proxy.rendering.images import Image
 
@@ -59,6 +61,31 @@ class ShownImages:
             if images.is_data(url) and not self.knows(url):
                 self.add(images.read(where, url), url)
         return [*messages[:known], *with_urls(messages[known:], self._reference)]
+
+    def relayed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as `named` has them, of a request that goes on to a service: what holds no image that is read
+        here stays as it is, since only the service knows what it takes."""
+
+        def reference(url: str) -> str:
+            if images.is_data(url) and not self.knows(url):
+                with suppress(GatewayError):
+                    self.add(images.read("", url), url)
+            return self._reference(url) if images.is_data(url) else url
+
+        return with_urls(messages, reference)
+
+    def referred_to(self, messages: Sequence[dict[str, Any]]) -> list[Image]:
+        """The images whose references stand in messages, in their order."""
+        found: list[Image] = []
+
+        def look(url: str) -> str:
+            sha256 = url.removeprefix(url_of(""))
+            if sha256 != url and sha256 in self:
+                found.append(self[sha256])
+            return url
+
+        with_urls(messages, look)
+        return found
 
     def of(self, messages: Sequence[dict[str, Any]]) -> list[Image]:
         """The images that messages show, in their order. Raises GatewayError(400) for one that is not known."""

@@ -46,6 +46,7 @@ from lightning_rl_proxy.rendering.base import (
     written,
 )
 from lightning_rl_proxy.rendering.image_fetcher import ImageFetcher
+from lightning_rl_proxy.rendering.images import Image
 from lightning_rl_proxy.rendering.parsing import AnswerEnd, AnswerParser, Reader
 from lightning_rl_proxy.routing.router import Generation, Router, no_engine
 from lightning_rl_proxy.sampling import effective
@@ -194,7 +195,7 @@ class CallHandler:
             place = replace(place, prompt_ids=whole[: len(whole) - len(forced)], prompt=None)
         else:
             self._count_fork(place)
-            self._record_images(attempt, place)
+            self._record_images(attempt, [one.image for one in place.media])
             self._record_tools(context, place)
         sampled_from = _SampledFrom(
             place,
@@ -250,10 +251,10 @@ class CallHandler:
         for url, image in zip(missing, fetched, strict=True):
             shown.add(image, url)
 
-    def _record_images(self, attempt: LiveAttempt, place: Place) -> None:
+    def _record_images(self, attempt: LiveAttempt, shown: Iterable[Image]) -> None:
         """Each image once, before the first call that shows it."""
         recorded = attempt.forest.images.recorded
-        for image in (one.image for one in place.media if one.image.sha256 not in recorded):
+        for image in (image for image in shown if image.sha256 not in recorded):
             recorded.add(image.sha256)
             rollout_id, attempt_id = attempt.address.rollout_id, attempt.address.attempt_id
             self._record(
@@ -326,8 +327,9 @@ class CallHandler:
     async def _relay(self, context: CallContext) -> bytes:
         """Ask a chat backend for each choice. Its answers come whole, and are streamed as such."""
         attempt, request, model = context.attempt, context.request, context.model
-        # A service reads what the client wrote, so that is what is recorded.
-        place = attempt.forest.find_turn(model, request.messages, request.tools, as_written=True)
+        # A service reads what the client wrote, so that is what is recorded, but for the bytes of images.
+        shown = attempt.forest.images
+        place = attempt.forest.find_turn(model, shown.relayed(request.messages), request.tools, as_written=True)
         if earlier := _earlier(context):
             call_ids = [one.live.call.call_id for one in earlier]
             chat_answers = [relayed_calls.told_again(one.live.call, one.said) for one in earlier]
@@ -338,6 +340,7 @@ class CallHandler:
             chat_answers = await _each(
                 self._ask(context, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
             )
+            self._record_images(attempt, shown.referred_to(place.new_messages))
             self._record_tools(context, place)
         if context.dialect is chat_completions and not request.stream:
             return chat_completions.merge([answer.body for answer in chat_answers])
@@ -370,7 +373,7 @@ class CallHandler:
         context.inflight.asks_engine()
         answer = await self._router.complete(model, sent)
         # As in `_sample`, nothing waits from here to the end.
-        place = relayed_calls.placed(by_messages, answer, request)
+        place = relayed_calls.placed(by_messages, answer)
         if by_messages.fork is None:
             self._count_fork(place)
         identity = relayed_calls.CallIdentity(attempt.address, context.agent, model, number, call_id)

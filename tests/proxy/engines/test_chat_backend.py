@@ -1,6 +1,7 @@
 """Frozen chat models behind the gateway, through the official SDK: relayed as they are, recorded like any call."""
 
 import base64
+import hashlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,10 +12,12 @@ import openai
 import pytest
 
 from lightning_rl_adapters import credit, forest, rows, semconv
+from lightning_rl_adapters.media import media_of
 from lightning_rl_adapters.span import Span
 from lightning_rl_proxy.engines.chat_backend import LitellmBackend, OpenAIBackend
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.routing.router import Router
+from tests import seeing
 from tests.proxy.conftest import SECRET, MemoryLedger, Served, calls_in, listening
 from tests.proxy.engines.service import Service, prompt_ids, running
 from tests.proxy.test_gateway import Message, client, post, say, user
@@ -388,6 +391,24 @@ def test_messages_that_only_the_service_understands_go_on_and_are_continued(help
     helped.seal()
     calls = helped.ledger.calls()
     assert [call.parent_id for call in calls] == [None, calls[0].call_id, None]
+
+
+def test_images_go_on_whole_and_are_recorded_once(helped: Served, service: Service) -> None:
+    service.tokens = False
+    cat = seeing.picture(1, 16, 24)
+    shown = {"type": "image_url", "image_url": {"url": seeing.data_url(cat), "detail": "low"}}
+    first: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "what is it?"}, shown]}]
+    said = ask(helped, first)
+    ask(helped, [*first, answered(said), {"role": "user", "content": [shown]}])
+    assert [request["messages"][-1]["content"][-1] for request in service.requests] == [shown, shown]
+    helped.seal()
+    one, two = helped.ledger.calls()
+    assert two.parent_id == one.call_id
+    assert media_of(helped.ledger.spans) == {hashlib.sha256(cat).hexdigest(): cat}
+    assert sum(span.name == semconv.MEDIA_SPAN for span in helped.ledger.spans) == 1
+    recorded = [s.attributes[semconv.INPUT_MESSAGES] for s in helped.ledger.spans if s.name == semconv.CALL_SPAN]
+    reference = {"url": f"sha256:{hashlib.sha256(cat).hexdigest()}", "detail": "low"}
+    assert [messages[-1]["content"][-1]["image_url"] for messages in recorded] == [reference, reference]
 
 
 def test_a_helper_keeps_the_agents_sampling_and_the_policy_takes_what_is_published(
