@@ -39,13 +39,18 @@ def is_model_id(path: str) -> bool:
 def model_folder(path: str) -> Path:
     """The folder of a model: `path` itself, or, for a model id such as `Qwen/Qwen3-0.6B`, its copy from the hub.
 
-    Raises FileNotFoundError for what is neither a folder nor an id, and for the folder of a run; what the hub raises
-    carries a note.
+    Raises FileNotFoundError for what is neither a folder nor an id, for the folder of a run, and for an adapter; what
+    the hub raises carries a note.
     """
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").exists() and (folder / "model" / "config.json").exists():
             raise FileNotFoundError(f"{path!r} is the folder of a run: its model is in {str(folder / 'model')!r}")
+        if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+            raise FileNotFoundError(
+                f"{path!r} is an adapter (of `lora_export=adapter`, say) and no whole model: name the model that it "
+                "was trained over; a policy goes on with the adapter by actor_rollout_ref.model.lora_adapter_path"
+            )
         return folder
     if not is_model_id(path):
         raise FileNotFoundError(f"model {path!r} is neither a folder nor a model id (owner/name)")

@@ -323,7 +323,14 @@ def _no_reward(evidence: Evidence) -> Finding | None:
     )
 
 
+def _trains_spans(evidence: Evidence) -> bool:
+    """Whether the run trains on calls that only agents' own spans tell of (`algorithm.train_spans`)."""
+    return sum(_values(evidence.metrics, "tokens/from_spans")) > 0
+
+
 def _without_calls(evidence: Evidence) -> Finding | None:
+    if _trains_spans(evidence):
+        return None
     do = list(evidence.refused_prompts)
     if not do or sum(evidence.refused_prompts.values()) < evidence.beside_of:
         do.append("let the agent use llm.base_url and llm.api_key")
@@ -337,7 +344,7 @@ def _without_calls(evidence: Evidence) -> Finding | None:
 
 
 def _beside_the_gateway(evidence: Evidence) -> Iterator[Finding]:
-    for convention, beside in evidence.beside.items():
+    for convention, beside in () if _trains_spans(evidence) else evidence.beside.items():
         share = beside.rollouts.count / evidence.beside_of
         yield Finding(
             name=f"calls_beside_the_gateway_{convention}",

@@ -120,6 +120,7 @@ class Models:
         self._crew: RayWorkers | None = None
         self._held = FORMATS[config.actor_rollout_ref.actor.fsdp_config.model_dtype]
         vision = vision_of(self.policy.folder, self.policy.model)
+        resolved_config.check_spans(config, sees=vision is not None)
         resolved_config.check_sequence_parallel(config, self.policy.model.config, sees=vision is not None)
         if isinstance(self.policy, VllmPolicy):
             self.policy.make_room = self._make_room

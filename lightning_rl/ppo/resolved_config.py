@@ -160,6 +160,15 @@ def keys_left_unread(config: Config, estimator: Estimator | OutcomeEstimator) ->
     return () if config.policies else idle_beside_others(config, with_critic=needs_critic(config, estimator))
 
 
+def check_spans(config: Config, *, sees: bool) -> None:
+    """Raises ConfigError where a model that `sees` would be trained on prompts without the images that they showed."""
+    if sees and config.algorithm.train_spans:
+        raise ConfigError(
+            "algorithm.train_spans=true: agents' own spans hold no images, and this model sees them, so prompts that "
+            "showed some would be trained without: leave it out"
+        )
+
+
 def _check_teachers(config: Config) -> None:
     """Of what servers cannot score: rows are refused when they come, and by then they were sampled."""
     served = [name for name, teacher in config.distillation.teachers().items() if teacher.server_urls]

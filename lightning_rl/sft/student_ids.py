@@ -72,7 +72,7 @@ class StudentFormat:
         tools: list[dict[str, Any]] | None,
     ) -> _WrittenCall:
         """Raises NotWritten with the reason."""
-        if call.media:
+        if call.media or any(_shows_image(message) for message in messages):  # a service's calls have no media
             raise NotWritten("images")
         if not call.answer and not call.response_token_ids:
             raise NotWritten("no_answer")
@@ -145,3 +145,8 @@ def _call(call: TracedCall, asked: _WrittenCall, parent: _WrittenCall | None) ->
         finish_reason=call.finish_reason or "stop",
         delivered=call.delivered,
     )
+
+
+def _shows_image(message: dict[str, Any]) -> bool:
+    parts = message.get("content")
+    return isinstance(parts, list) and any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)

@@ -69,9 +69,9 @@ async def _engine(request: EngineRequest, renderer: Renderer | None) -> Engine:
 
 
 def _backend(request: EngineRequest) -> ChatBackend:
-    if request.kind == "openai":
-        return OpenAIBackend(request.model, request.url or "", request.api_key, request.remote_model)
     try:
+        if request.kind == "openai":
+            return OpenAIBackend(request.model, request.url or "", request.api_key, request.remote_model)
         return LitellmBackend(request.model, request.remote_model or request.model, request.url, request.api_key)
-    except ModuleNotFoundError as error:
+    except (ModuleNotFoundError, ValueError) as error:
         raise Invalid(str(error)) from error

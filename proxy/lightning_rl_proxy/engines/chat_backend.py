@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Annotated, Any, Protocol
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
@@ -24,6 +25,8 @@ from lightning_rl_proxy.errors import GatewayError
 _ASKED_FOR_TOKENS = {"return_token_ids": True, "logprobs": True}
 _KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _KEY_NAME = re.compile(r"(KEY|TOKEN|SECRET)(_\w+)?$")  # of variables
+_TRACEBACK = re.compile(r"\s*Traceback \(most recent call last\)")  # behind what litellm says
+_SAYS_NOTHING_OF_FIELDS = (401, 404, 408, 429)
 _SHORTEST_KEY = 8
 _CONNECT_SECONDS = 10
 _CONNECTIONS = 1024
@@ -80,10 +83,16 @@ class ChatBackend(Protocol):
 class OpenAIBackend:
     """An OpenAI-compatible service; `url` is its base URL, to which `/chat/completions` is added.
 
-    It is asked for token ids and logprobs until it refuses, or answers without ids.
+    It is asked for token ids and logprobs until it refuses, or answers without ids. Raises ValueError for a URL with a
+    user, a password or a query: it stands in errors that agents read.
     """
 
     def __init__(self, model: str, url: str, api_key: str | None = None, remote_model: str | None = None) -> None:
+        if (parts := urlsplit(url)).username is not None or parts.query or parts.fragment:
+            raise ValueError(
+                f"the url of model {model!r} holds a user, a query or a fragment, and agents would be told of it: give "
+                "the bare base URL, and a key by its variable"
+            )
         self.model = model
         self.url = url.rstrip("/")
         self.remote_model = remote_model or model
@@ -100,7 +109,7 @@ class OpenAIBackend:
         try:
             answer = _told(await self._post(plain | _ASKED_FOR_TOKENS), body)
         except GatewayError as refused:
-            if refused.status not in (400, 422):
+            if refused.status in _SAYS_NOTHING_OF_FIELDS or refused.status >= 500:
                 raise
             answer = _told(await self._post(plain), body)  # where this is refused too, it was not for what we added
             self._asks_for_tokens = False
@@ -170,6 +179,12 @@ class LitellmBackend:
         answer = await self._ask("acompletion", fields | {"no-log": True, "_skip_mcp_handler": True})
         ignored = [name for name in body if name not in _LITELLM_FIELDS and name != "model"]
         told = _chat_completion(self._service, answer.model_dump(mode="json"))
+        try:
+            msgspec.json.encode(told)
+        except UnicodeEncodeError as error:
+            raise EngineRefused(
+                f"{self._service} answered with text that is no Unicode, half a surrogate pair: {error}", status=502
+            ) from error
         return BackendAnswer(body=told, ignored_fields=ignored)
 
     async def embed(self, body: dict[str, Any]) -> bytes:
@@ -191,7 +206,7 @@ class LitellmBackend:
                 **fields,
             )
         except openai.OpenAIError as error:
-            said = str(error).partition("\nTraceback")[0]
+            said = _TRACEBACK.split(str(error))[0]
             headers = getattr(error, "litellm_response_headers", None)
             status = getattr(error, "status_code", 500)
             # Without headers there was no answer: litellm calls a service that is not there a 500.
@@ -285,7 +300,7 @@ def _failure(service: str, status: int, said: Any, headers: Mapping[str, str], k
         401: "; check the api_key that the gateway has for it",
         403: "; check the api_key that the gateway has for it, and what it may do",
         404: "; check the url (it mostly ends in /v1) and the model's name",
-    }.get(status, "; give the url that it redirects to" if status < 400 else "")
+    }.get(status, "; give the url that it redirects to" if 300 <= status < 400 else "")
     told = status if status >= 400 and status != 409 else 400
     return GatewayError(
         told,

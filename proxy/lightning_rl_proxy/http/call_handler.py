@@ -678,7 +678,15 @@ def _find(context: CallContext, renderer: Renderer, kwargs: dict[str, Any]) -> t
     attempt, request, model = context.attempt, context.request, context.model
     if request.prompt is None:
         return renderer, attempt.forest.find_place(model, request.asked, request.tools, renderer, kwargs)
-    return renderer, attempt.forest.find_raw_prompt(model, request.prompt, RawPromptReader(renderer))
+    place = attempt.forest.find_raw_prompt(model, request.prompt, RawPromptReader(renderer))
+    if renderer.vision is not None and renderer.vision.token_id in place.added_ids:
+        raise GatewayError(
+            400,
+            f"the prompt holds the token {renderer.vision.token_id}, which stands for an image, and a prompt of "
+            "Completions shows none: ask Chat Completions, with the image in a message",
+            param="prompt",
+        )
+    return renderer, place
 
 
 def _other_kwargs(request: Request, renderer: Renderer) -> tuple[dict[str, Any], str]:

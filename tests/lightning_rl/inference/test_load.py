@@ -44,6 +44,9 @@ def test_what_is_neither_a_folder_nor_an_id_is_named(tmp_path: Path) -> None:
     (tmp_path / "run" / "model" / "config.json").touch()
     with pytest.raises(FileNotFoundError, match=r"is the folder of a run: its model is in .*run/model'"):
         model_folder(str(tmp_path / "run"))
+    (tmp_path / "adapter_config.json").touch()
+    with pytest.raises(FileNotFoundError, match=r"is an adapter .* and no whole model: name the model that it was"):
+        model_folder(str(tmp_path))
     with pytest.raises(FileNotFoundError, match="'/nope/model' is neither a folder nor a model id"):
         model_folder("/nope/model")
 

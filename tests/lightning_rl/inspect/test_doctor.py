@@ -195,6 +195,14 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ),
     ({"rollouts": several(4, reward=None), "config": {"distillation": TEACHER_ALONE}}, "no_reward"),
     ({"rollouts": several(3, seen="gen_ai")}, "calls_beside_the_gateway_gen_ai"),  # they called the gateway, too
+    (
+        {"rollouts": several(2, calls=[], seen="openinference"), "metrics": trend("tokens__from_spans", [16.0])},
+        "rollouts_without_calls",
+    ),
+    (
+        {"rollouts": several(2, calls=[], seen="openinference"), "metrics": trend("tokens__from_spans", [16.0])},
+        "calls_beside_the_gateway_openinference",
+    ),
     ({"metrics": trend("response_length__mean", [8.0, 80.0])}, "exploding_lengths"),
     ({"metrics": trend("actor__ppo_k3_kl", [1e-3] * 8)}, "policy_stands_still"),
     ({"metrics": trend("actor__ppo_k3_kl", [0.0] * 8)}, "policy_stands_still"),  # steps of one update

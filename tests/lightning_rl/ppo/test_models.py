@@ -469,6 +469,13 @@ def test_rows_with_images_are_not_split() -> None:
         resolved_config.check_sequence_parallel(config, load_model(CHECKPOINT).config, sees=True)
 
 
+def test_spans_hold_no_images_for_a_model_that_sees() -> None:
+    config = compose({"algorithm": {"train_spans": True}})
+    resolved_config.check_spans(config, sees=False)
+    with pytest.raises(ConfigError, match="agents' own spans hold no images, and this model sees them"):
+        resolved_config.check_spans(config, sees=True)
+
+
 def test_the_reference_is_split_as_the_policy_unless_it_says_otherwise() -> None:
     def asked(workers: int = 4, **of_reference: int) -> list[int]:
         sections = {

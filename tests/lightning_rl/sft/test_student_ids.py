@@ -94,6 +94,10 @@ def test_a_tool_call_is_written_in_the_students_format_and_means_the_same(tmp_pa
     ("changes", "reason"),
     [
         ({"media": [[0, 1, "x"]]}, "images"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "sha256:x"}}]}]},
+            "images",
+        ),
         ({"answer": []}, "no_answer"),
         ({"answer": [], "response_token_ids": [5, 6]}, "no_answer"),  # its client left before the end
         ({"dialect": "completions"}, "raw_prompt"),

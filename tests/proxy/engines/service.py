@@ -34,7 +34,8 @@ class Service:
         self.script: deque[str | dict[str, Any]] = deque()
         self.reply: Callable[[dict[str, Any]], str] | None = None  # instead of the script
         self.tokens = True  # whether it tells of tokens when asked
-        self.known_fields: frozenset[str] | None = None  # others are refused with 400
+        self.known_fields: frozenset[str] | None = None  # others are refused
+        self.unknown_status = 400
         self.status = 200
         self.error = "scripted"
         self.headers: dict[str, str] = {}
@@ -54,7 +55,7 @@ class Service:
             await asyncio.to_thread(self.hold.wait, 20)
         unknown = set() if self.known_fields is None else set(body) - self.known_fields
         if unknown:
-            return _error(400, f"Unrecognized request argument supplied: {sorted(unknown)[0]}")
+            return _error(self.unknown_status, f"Unrecognized request argument supplied: {sorted(unknown)[0]}")
         if self.failures:
             return _error(self.failures[0][0], self.error, self.failures.popleft()[1])
         if self.told is not None:

@@ -163,8 +163,11 @@ def test_a_service_without_token_ids_is_asked_for_them_once(helped: Served, serv
     assert ["return_token_ids" in request for request in service.requests] == [True, False]
 
 
-def test_a_service_that_refuses_unknown_fields_is_asked_without_from_then_on(helped: Served, service: Service) -> None:
-    service.known_fields = OPENAI_FIELDS
+@pytest.mark.parametrize("status", [400, 403, 405, 422])
+def test_a_service_that_refuses_unknown_fields_is_asked_without_from_then_on(
+    helped: Served, service: Service, status: int
+) -> None:
+    service.known_fields, service.unknown_status = OPENAI_FIELDS, status
     assert ask(helped, [user("one")], temperature=0.5) == "ok"
     assert ask(helped, [user("two")]) == "ok"
     assert [sorted(set(request) - {"model", "messages"}) for request in service.requests] == [
@@ -172,6 +175,15 @@ def test_a_service_that_refuses_unknown_fields_is_asked_without_from_then_on(hel
     ]  # fmt: skip
     helped.seal()
     assert [call.exact for call in helped.ledger.calls()] == [False, False]
+
+
+@pytest.mark.parametrize(
+    "url", ["http://me:secret@h/v1", "http://me@h/v1", "http://h/v1?api_key=secret", "http://h/#x"]
+)
+def test_a_url_that_holds_more_than_a_place_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="the url of model 'm' holds a user, a query or a fragment") as refused:
+        OpenAIBackend("m", url)
+    assert "secret" not in str(refused.value)
 
 
 def test_an_agents_own_mistake_does_not_end_the_asking_for_tokens(helped: Served, service: Service) -> None:

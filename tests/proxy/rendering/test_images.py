@@ -284,6 +284,16 @@ def test_tokens_are_counted_with_their_images(seen: Served) -> None:
     assert "messages[0].content[0] is at 'example.com'" in refused
 
 
+def test_a_prompt_of_completions_shows_no_image(seen: Served) -> None:
+    ask(seen, [seeing.asked("what is it?", CAT)])
+    for prompt in (seen.engine.prompts[0], "<|vision_start|><|image_pad|><|vision_end|>"):
+        refused = post(seen, "completions", {"model": MODEL, "prompt": prompt}, 400)["error"]
+        assert f"holds the token {seeing.PAD}, which stands for an image" in refused["message"]
+        assert refused["param"] == "prompt"
+    assert len(seen.engine.prompts) == 1
+    post(seen, "completions", {"model": MODEL, "prompt": "a text"})
+
+
 def test_an_image_that_is_no_object_is_told_so(seen: Served) -> None:
     message = {"role": "user", "content": [{"type": "image_url", "image_url": seeing.data_url(CAT)}]}
     refused = post(seen, "chat/completions", {"model": MODEL, "messages": [message]}, 400)["error"]["message"]
