@@ -103,14 +103,6 @@ def memory(config: Config, stated: str | None = None) -> str:
     return f"{said}: IT DOES NOT FIT; set actor_rollout_ref.model.lora_rank, or take a smaller model"
 
 
-def check_teachers(config: Config) -> None:
-    """Raises ConfigError for a teacher whose path is neither a folder nor a model id."""
-    for name, teacher in config.distillation.teachers().items():
-        key, path = f"distillation.teacher_models.{name}.model_path", teacher.model_path
-        if path is not None and not Path(path).is_dir() and not is_model_id(path):
-            raise ConfigError(f"{key}={path!r} is neither a folder nor a model id (owner/name)")
-
-
 def _teachers_bytes(config: Config) -> int:
     """Of the teachers whose folders are here; what the hub has is not known."""
     held = FORMATS[config.actor_rollout_ref.ref.fsdp_config.model_dtype].itemsize

@@ -275,9 +275,9 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
     loops = loops_of(settings)
     metrics.check_names(settings.trainer.logger)
     resolved_config.resume_from(settings)
+    resolved_config.check_paths(settings)
     model = settings.actor_rollout_ref.model.path
     folder = preflight.model_folder_here(settings)
-    preflight.check_teachers(settings)
     engine = preflight.engine(settings)
     found = tasks.datasets(settings, None, None, None)
     try:

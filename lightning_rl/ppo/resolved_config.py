@@ -20,7 +20,7 @@ from lightning_rl.algorithms.base import NEUTRAL, Endpoint
 from lightning_rl.config import ConfigError
 from lightning_rl.config.idle_keys import idle_beside_others
 from lightning_rl.config.schema import Config, Fsdp, Optim, RolloutSection, ValKwargs
-from lightning_rl.inference.load import device_of
+from lightning_rl.inference.load import device_of, is_model_id
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.weights.check import Tolerance
 from lightning_rl.loading import NotLoadable, load
@@ -167,6 +167,15 @@ def check_spans(config: Config, *, sees: bool) -> None:
             "algorithm.train_spans=true: agents' own spans hold no images, and this model sees them, so prompts that "
             "showed some would be trained without: leave it out"
         )
+
+
+def check_paths(config: Config) -> None:
+    """Raises ConfigError for a critic or a teacher that is neither a folder nor a model id: they are loaded late."""
+    teachers = config.distillation.teachers().items()
+    named = {f"distillation.teacher_models.{name}.model_path": teacher.model_path for name, teacher in teachers}
+    for key, path in {"critic.model.path": config.critic.model.path, **named}.items():
+        if path is not None and not Path(path).is_dir() and not is_model_id(path):
+            raise ConfigError(f"{key}={path!r} is neither a folder nor a model id (owner/name)")
 
 
 def _check_teachers(config: Config) -> None:

@@ -469,6 +469,15 @@ def test_rows_with_images_are_not_split() -> None:
         resolved_config.check_sequence_parallel(config, load_model(CHECKPOINT).config, sees=True)
 
 
+@pytest.mark.parametrize(
+    "key", ["critic.model.path", "distillation.enabled=true distillation.teacher_models.big.model_path"]
+)
+def test_a_critic_or_a_teacher_that_is_not_there_is_named_before_anything_is_loaded(key: str, tmp_path: Path) -> None:
+    config = compose(command_line=f"{key}=/nowhere/x".split())
+    with pytest.raises(ConfigError, match=rf"{key.split()[-1]}='/nowhere/x' is neither a folder nor a model id"):
+        Models(config, tmp_path, with_critic=False)
+
+
 def test_spans_hold_no_images_for_a_model_that_sees() -> None:
     config = compose({"algorithm": {"train_spans": True}})
     resolved_config.check_spans(config, sees=False)
