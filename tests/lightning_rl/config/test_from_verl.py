@@ -73,6 +73,8 @@ def planned(overrides: list[str], place: dict[str, str]) -> str | None:
         del replaced["reward.custom_reward_function.path"]
     if any(override.startswith("reward_model.model.path=") for override in overrides):
         replaced["reward.reward_model.model_path"] = "owner/scorer"
+    if any(override.startswith("critic.model.path=") for override in overrides):
+        replaced["critic.model.path"] = "owner/critic"
     tools = [f"{key}=null" for key in ("tool_config_path", "interaction_config_path")]
     kept = [word for word in overrides if not any(key.split("=")[0] in word for key in tools)]
     command_line = [*kept, *(f"{key}={value}" for key, value in replaced.items())]
