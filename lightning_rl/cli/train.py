@@ -267,6 +267,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
     from lightning_rl.config import ConfigError
     from lightning_rl.loops.loop_registry import loops_of
     from lightning_rl.ppo import resolved_config, tasks
+    from lightning_rl.ppo.estimators import needs_critic
     from lightning_rl.ppo_algorithm import PPO
     from lightning_rl.runner.launch import at_once
     from lightning_rl.telemetry import metrics
@@ -275,7 +276,8 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
     loops = loops_of(settings)
     metrics.check_names(settings.trainer.logger)
     resolved_config.resume_from(settings)
-    resolved_config.check_paths(settings)
+    with_critic = needs_critic(settings, algorithm.rules.batch.estimator)
+    resolved_config.check_paths(settings, with_critic=with_critic)
     model = settings.actor_rollout_ref.model.path
     folder = preflight.model_folder_here(settings)
     engine = preflight.engine(settings)

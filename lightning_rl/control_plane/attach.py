@@ -156,7 +156,7 @@ def _register(store: HttpStore, engine: Mapping[str, Any]) -> None:
 def check_servers(stores: Sequence[HttpStore], policy: PolicyToServe) -> None:
     """Whether the servers are there, take the key, mean the same tokens as the run, and have a store each. Raises
     CannotAttach."""
-    by_store: dict[str | None, str] = {}
+    by_store: dict[str, str] = {}
     for store in stores:
         try:
             info = _checked(store, policy)
@@ -164,13 +164,15 @@ def check_servers(stores: Sequence[HttpStore], policy: PolicyToServe) -> None:
             if len(stores) > 1 and isinstance(error.__cause__, Unreachable):
                 error.add_note("or leave it out: a run goes on at the servers that are named")
             raise
-        other = by_store.setdefault(info.store_id, store.url)
-        if other != store.url:
+        if info.store_id is None:
+            continue
+        if info.store_id in by_store:
             raise CannotAttach(
-                f"{other} and {store.url} are of one store: name one of them. A run uses all gateways of a store "
-                "through any of them (docs/several-gateways.md); several servers have a store each "
+                f"{by_store[info.store_id]} and {store.url} are of one store: name one of them. A run uses all "
+                "gateways of a store through any of them (docs/several-gateways.md); several servers have a store each "
                 "(docs/several-servers.md)"
             )
+        by_store[info.store_id] = store.url
 
 
 def _checked(store: HttpStore, policy: PolicyToServe) -> ServerInfo:

@@ -106,7 +106,7 @@ class Models:
         if _ALIVE:  # of an earlier run: a run is full of cycles, so its models stay when nobody holds them any more
             free_unused_memory()
         _ALIVE.add(self)
-        resolved_config.check_paths(config)
+        resolved_config.check_paths(config, with_critic=with_critic)
         located(config.actor_rollout_ref.model.path)  # from the hub, if need be
         register_model_code(config)
         self._roles = roles_of(config, with_critic=with_critic)

@@ -169,11 +169,13 @@ def check_spans(config: Config, *, sees: bool) -> None:
         )
 
 
-def check_paths(config: Config) -> None:
+def check_paths(config: Config, *, with_critic: bool) -> None:
     """Raises ConfigError for a critic or a teacher that is neither a folder nor a model id: they are loaded late."""
     teachers = config.distillation.teachers().items()
     named = {f"distillation.teacher_models.{name}.model_path": teacher.model_path for name, teacher in teachers}
-    for key, path in {"critic.model.path": config.critic.model.path, **named}.items():
+    if with_critic:
+        named["critic.model.path"] = config.critic.model.path
+    for key, path in named.items():
         if path is not None and not Path(path).is_dir() and not is_model_id(path):
             raise ConfigError(f"{key}={path!r} is neither a folder nor a model id (owner/name)")
 

@@ -106,6 +106,8 @@ def test_what_is_no_server_of_this_version_or_refuses_the_key_is_named(
     twice = HttpStore(store.url.replace("127.0.0.1", "localhost"), "admin")
     with pytest.raises(CannotAttach, match=f"{store.url} and {twice.url} are of one store: name one of them"):
         check_servers([store, twice], endpoint())
+    with pytest.raises(CannotAttach, match=f"{store.url} and {store.url} are of one store"):
+        check_servers([store, store], endpoint())
     monkeypatch.setattr(attach, "_wanted", lambda policy: _older(policy))
     with pytest.raises(CannotAttach, match=r"is lightning-rl \S+, and this is 0\.0\.1: install the same"):
         check_servers([store], endpoint())

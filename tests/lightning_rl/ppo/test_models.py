@@ -475,7 +475,7 @@ def test_rows_with_images_are_not_split() -> None:
 def test_a_critic_or_a_teacher_that_is_not_there_is_named_before_anything_is_loaded(key: str, tmp_path: Path) -> None:
     config = compose(command_line=f"{key}=/nowhere/x".split())
     with pytest.raises(ConfigError, match=rf"{key.split()[-1]}='/nowhere/x' is neither a folder nor a model id"):
-        Models(config, tmp_path, with_critic=False)
+        Models(config, tmp_path, with_critic=True)
 
 
 def test_spans_hold_no_images_for_a_model_that_sees() -> None:
