@@ -144,15 +144,14 @@ def test_the_plan_says_what_would_be_done_and_does_nothing(place: Path) -> None:
     assert re.search(r"^train tasks +4$", done.stdout, re.MULTILINE)
     assert "ppo_mini_batch_size: 32" in done.stdout
     assert not (place / "runs").exists()
-    plan = json.loads(lightning_rl(place, "train", *words, "--dry-run", "--json").stdout)
-    assert plan["plan"]["rollouts_per_step"] == 4
-    assert plan["config"]["data"]["train_batch_size"] == 2
 
 
 @pytest.mark.long
 def test_the_plan_looks_at_the_model_the_interpreter_and_memory(place: Path) -> None:
     words = ["agent=my_agent:solve", "data.train_files=tasks.jsonl", *SMALL, "--dry-run"]
-    plan = json.loads(lightning_rl(place, "train", *words, "--json").stdout)["plan"]
+    printed = json.loads(lightning_rl(place, "train", *words, "--json").stdout)
+    plan = printed["plan"]
+    assert (plan["rollouts_per_step"], printed["config"]["data"]["train_batch_size"]) == (4, 2)
     assert plan["learning_rate"] == 3e-4
     assert 500_000 < plan["parameters"] < 2_000_000
     assert re.fullmatch(r"\d\.\d GB at most \(.*\); \d+\.\d GB are free", plan["memory"])

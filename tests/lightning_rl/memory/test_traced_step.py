@@ -40,8 +40,6 @@ WAYS: dict[str, list[str]] = {
     "critic": ["algorithm.adv_estimator=gae"],
 }
 
-LONGER = {"float32", "bf16", "adapter", "4 bits", "whole rows", "critic", "checkpointed"}
-
 
 def configured(*words: str) -> Config:
     return compose(command_line=[f"{ACTOR}ppo_max_token_len_per_gpu=512", "actor_rollout_ref.rollout.n=4", *words])
@@ -90,7 +88,8 @@ def allocated(config: Config, model: Any, kind: str) -> tuple[int, int, int]:
     return passes, step, scoring
 
 
-@pytest.mark.parametrize("way", [pytest.param(way, marks=pytest.mark.long if way in LONGER else ()) for way in WAYS])
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
 def test_the_peak_is_that_of_the_allocator(way: str) -> None:
     config, model = configured(*WAYS[way]), AutoConfig.from_pretrained(tutorial.checkpoint())
     traced = trace(config, model, LENGTHS)

@@ -135,7 +135,7 @@ def test_a_server_that_sleeps_keeps_its_weights_where_nobody_else_has_them(keep_
     assert asked == [f"/sleep?level={level}"]
 
 
-@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_a_policy_sleeps_once_and_has_its_weights_before_its_cache(tmp_path: Path, adapter: bool) -> None:
     """Servers that sample an adapter keep their own weights, which nobody else has."""
     options = Options(python="", dtype="float32", device="cuda", processed_logprobs=False, sleeps=True, adapters=1)
