@@ -324,8 +324,7 @@ class Trainer:
     ) -> "Sequence[Working | Hosts]":
         """The runners of the run, for as long as `parts` are open; none where all rollouts are left to others.
         `servers` are their URLs, and the key."""
-        wanted = 0 if agent is None else self._at_once(agent, algorithm, endpoint)
-        if agent is None or wanted == 0:
+        if agent is None or not (wanted := self._at_once(agent, algorithm, endpoint)):
             return []
         isolation, (urls, key) = self.isolation or algorithm.isolation, servers
         if algorithm.ray is None:

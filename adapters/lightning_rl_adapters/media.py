@@ -5,7 +5,7 @@ attempt and that digest, so that recording it again changes nothing. The tokens 
 themselves: equal tokens with another image are another prompt.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -63,8 +63,21 @@ def with_urls(messages: Iterable[dict[str, Any]], new: Callable[[str], str]) -> 
     ]
 
 
+def urls_of(messages: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The URL of each image in messages, in their order."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if (url := _url(part)) is not None:
+                yield url
+
+
 def _with_url(part: Any, new: Callable[[str], str]) -> Any:
+    url = _url(part)
+    return part if url is None else part | {"image_url": part["image_url"] | {"url": new(url)}}
+
+
+def _url(part: Any) -> str | None:
     image = part.get("image_url") if isinstance(part, dict) else None
-    if not isinstance(image, dict) or not isinstance(image.get("url"), str):
-        return part
-    return part | {"image_url": image | {"url": new(image["url"])}}
+    url = image.get("url") if isinstance(image, dict) else None
+    return url if isinstance(url, str) else None

@@ -268,7 +268,8 @@ async def _app(
             special_tokens_in_text=settings.special_tokens_in_text,
         )
     router = Router(settings.model, unknown_model=settings.unknown_model)
-    _keep_journal_apart(Path(settings.run_dir), settings.store, store_id(store.secret))
+    identity = store_id(store.secret)
+    _keep_journal_apart(Path(settings.run_dir), settings.store, identity)
     fleet = None
     if store.shared:
         gateway_id = _gateway_id(Path(settings.run_dir))
@@ -297,7 +298,7 @@ async def _app(
         ),
         gateway_url=url,
         attach_engine=attacher(router, renderer),
-        info=msgspec.structs.replace(info_of(settings, renderer), store_id=store_id(store.secret)),
+        info=msgspec.structs.replace(info_of(settings, renderer), store_id=identity),
         limits=settings.limits,
         collectors=collectors,
         fleet=fleet,
@@ -311,14 +312,16 @@ def _keep_journal_apart(run_dir: Path, url: str, store: str) -> None:
     """Note in the run folder whose store its journal is for. Raises CannotStart where what waits in it is for another
     store, which would take it without an error, so that the calls were lost."""
     file, journal = run_dir / STORE_ID, run_dir / JOURNAL
-    former = file.read_text() if file.exists() else store
-    if former != store and journal.exists() and journal.stat().st_size:
+    former = file.read_text() if file.exists() else None
+    if former == store:
+        return
+    if former is not None and journal.exists() and journal.stat().st_size:
         raise CannotStart(
             f"{journal} holds calls that wait for another store than {shown(url)}: start a server of that store with "
             f"--run-dir {run_dir}, which stores them; or name another folder with --run-dir; or, to give the calls up, "
             "delete the file"
         )
-    if former != store:
+    if former is not None:
         _log.warning("the store %s is another one than that of the last server with the folder %s", shown(url), run_dir)
     write_whole(file, store.encode())
 

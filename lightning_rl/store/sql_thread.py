@@ -29,12 +29,7 @@ class SqlThread:
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What `work(*args, **kwargs)` returns or raises."""
         loop = asyncio.get_running_loop()
-        hanging = loop.call_later(
-            _PATIENCE_SECONDS,
-            self._in_trouble,
-            f"it has not answered for {_PATIENCE_SECONDS:g} s: see what holds the database or its disk up; requests "
-            "wait until it answers, calls go on and wait in the journal",
-        )
+        hanging = loop.call_later(_PATIENCE_SECONDS, self._hangs)
         try:
             return await loop.run_in_executor(self._executor, lambda: work(*args, **kwargs))
         except StoreUnwritable as error:
@@ -42,6 +37,12 @@ class SqlThread:
             raise
         finally:
             hanging.cancel()
+
+    def _hangs(self) -> None:
+        self._in_trouble(
+            f"it has not answered for {_PATIENCE_SECONDS:g} s: see what holds the database or its disk up; requests "
+            "wait until it answers, calls go on and wait in the journal"
+        )
 
     def _in_trouble(self, why: str) -> None:
         self.unwritable = True

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 
-from lightning_rl.errors import Explained, WorkerDied
+from lightning_rl.errors import Explained
 from lightning_rl.inference.weights import stream
 from lightning_rl.inference.weights.stream import WeightStream
 from lightning_rl.training import state as states
@@ -298,7 +298,7 @@ def _ours_of(checkpoint: Path) -> Callable[[str, list[str]], list[str]]:
 def _explained(what: str, what_to_do: str) -> Iterator[None]:
     try:
         yield
-    except WorkerDied:  # no fault of the disk
+    except Explained:  # such as a worker that died: it says itself what to do
         raise
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{what} cannot be written ({error}); {what_to_do}") from error

@@ -19,6 +19,7 @@ from lightning_rl.inspect.recorded import STORE, NotRecorded
 from lightning_rl.viewer import run_folder
 from lightning_rl.viewer.bundle import document
 from lightning_rl.viewer.run import ViewedRun
+from lightning_rl_adapters.media import urls_of
 
 LARGEST = 5_000_000  # bytes: larger pages open slowly, or not at all
 KEY = "run"  # what stands for the run in the file's addresses
@@ -143,14 +144,8 @@ def _of_rollouts(run: ViewedRun, rollout_ids: Iterable[str]) -> dict[str, Any]:
 
 
 def _images(calls: Iterable[Mapping[str, Any]]) -> set[str]:
-    parts = (part for call in calls for message in call["messages"] for part in _parts(message))
-    urls = (str((part.get("image_url") or {}).get("url", "")) for part in parts if isinstance(part, dict))
+    urls = (url for call in calls for url in urls_of(call["messages"]))
     return {url.removeprefix("sha256:") for url in urls if url.startswith("sha256:")}
-
-
-def _parts(message: Mapping[str, Any]) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
 
 
 def changed_keys(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import lightning_rl as lrl
 from lightning_rl.processes.service_keys import RUNNER_KEY
 from lightning_rl.runner.agent_pickle import AgentNotPicklable
-from lightning_rl.trainer import RunFolderUsed
+from lightning_rl.trainer import RunFolderUsed, _write_urls
 
 ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
@@ -63,3 +63,17 @@ def test_an_agent_that_cannot_be_sent_leaves_a_folder_that_the_next_one_can_use(
     with pytest.raises(AgentNotPicklable, match="a lock"):
         lrl.Trainer(lambda task: float(lock.locked()), run_dir=tmp_path / "run").fit(lrl.Baseline(), [1])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_goes_on_without_a_server_says_what_will_be_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _write_urls(tmp_path, [ONE, TWO])
+    _write_urls(tmp_path, [TWO, ONE])
+    assert caplog.messages == []
+    _write_urls(tmp_path, [TWO])
+    assert caplog.messages == [
+        f"the run goes on without the servers at {ONE}: what they have of it is in no export, doctor or explain, until "
+        f"their URLs are in {tmp_path / 'server.url'} again"
+    ]
+    assert (tmp_path / "server.url").read_text() == TWO

@@ -83,18 +83,13 @@ class ChatBackend(Protocol):
 class OpenAIBackend:
     """An OpenAI-compatible service; `url` is its base URL, to which `/chat/completions` is added.
 
-    It is asked for token ids and logprobs until it refuses, or answers without ids. Raises ValueError for a URL with a
-    user, a password or a query: it stands in errors that agents read.
+    It is asked for token ids and logprobs until it refuses, or answers without ids. Raises ValueError for a URL that
+    may hold a key.
     """
 
     def __init__(self, model: str, url: str, api_key: str | None = None, remote_model: str | None = None) -> None:
-        if (parts := urlsplit(url)).username is not None or parts.query or parts.fragment:
-            raise ValueError(
-                f"the url of model {model!r} holds a user, a query or a fragment, and agents would be told of it: give "
-                "the bare base URL, and a key by its variable"
-            )
         self.model = model
-        self.url = url.rstrip("/")
+        self.url = _bare(url, model).rstrip("/")
         self.remote_model = remote_model or model
         self._api_key = _checked(api_key, model)
         self._keys = [api_key or ""]
@@ -166,8 +161,8 @@ class LitellmBackend:
             )
         self.model = model
         self.litellm_model = litellm_model
+        self._api_base = api_base and _bare(api_base, model)
         self._service = f"litellm's {litellm_model}{f' at {api_base}' if api_base else ''}"
-        self._api_base = api_base
         self._api_key = _checked(api_key, model)
         # Where it is given no key, litellm takes one of the environment, by a name that it knows.
         self._keys = [api_key] if api_key else [value for name, value in os.environ.items() if _KEY_NAME.search(name)]
@@ -333,6 +328,17 @@ def _seconds(retry_after: str) -> int:
             return 1
         seconds = (until.replace(tzinfo=until.tzinfo or UTC) - datetime.now(UTC)).total_seconds()
     return min(max(math.ceil(seconds), 1), 60) if math.isfinite(seconds) else 60
+
+
+def _bare(url: str, model: str) -> str:
+    """The URL of a service. Raises ValueError for one that may hold a key: it stands in errors that agents read."""
+    parts = urlsplit(url)
+    if parts.username is not None or parts.query or parts.fragment:
+        raise ValueError(
+            f"the url of model {model!r} holds a user, a query or a fragment, and agents would be told of it: give "
+            "the bare base URL, and a key by its variable"
+        )
+    return url
 
 
 def _checked(key: str | None, model: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from lightning_rl_adapters.media import url_of, with_urls
+from lightning_rl_adapters.media import url_of, urls_of, with_urls
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering import images
 from lightning_rl_proxy.rendering.images import Image
@@ -76,16 +76,8 @@ class ShownImages:
 
     def referred_to(self, messages: Sequence[dict[str, Any]]) -> list[Image]:
         """The images whose references stand in messages, in their order."""
-        found: list[Image] = []
-
-        def look(url: str) -> str:
-            sha256 = url.removeprefix(url_of(""))
-            if sha256 != url and sha256 in self:
-                found.append(self[sha256])
-            return url
-
-        with_urls(messages, look)
-        return found
+        references = (url for url in urls_of(messages) if url.startswith(url_of("")))
+        return [self.at(url) for url in references if self.knows(url)]
 
     def of(self, messages: Sequence[dict[str, Any]]) -> list[Image]:
         """The images that messages show, in their order. Raises GatewayError(400) for one that is not known."""

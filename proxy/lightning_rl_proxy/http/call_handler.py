@@ -328,8 +328,8 @@ class CallHandler:
         """Ask a chat backend for each choice. Its answers come whole, and are streamed as such."""
         attempt, request, model = context.attempt, context.request, context.model
         # A service reads what the client wrote, so that is what is recorded, but for the bytes of images.
-        shown = attempt.forest.images
-        place = attempt.forest.find_turn(model, shown.relayed(request.messages), request.tools, as_written=True)
+        messages = attempt.forest.images.relayed(request.messages)
+        place = attempt.forest.find_turn(model, messages, request.tools, as_written=True)
         if earlier := _earlier(context):
             call_ids = [one.live.call.call_id for one in earlier]
             chat_answers = [relayed_calls.told_again(one.live.call, one.said) for one in earlier]
@@ -340,8 +340,6 @@ class CallHandler:
             chat_answers = await _each(
                 self._ask(context, place, first + index, index, call_id) for index, call_id in enumerate(call_ids)
             )
-            self._record_images(attempt, shown.referred_to(place.new_messages))
-            self._record_tools(context, place)
         if context.dialect is chat_completions and not request.stream:
             return chat_completions.merge([answer.body for answer in chat_answers])
         answers = [relayed_calls.answer_of(answer) for answer in chat_answers]
@@ -379,6 +377,8 @@ class CallHandler:
         identity = relayed_calls.CallIdentity(attempt.address, context.agent, model, number, call_id)
         call = relayed_calls.call_of(answer, place, sent, identity, start_ns, self._clock())
         self._count_ignored([*request.ignored_fields, *answer.ignored_fields])
+        self._record_images(attempt, attempt.forest.images.referred_to(place.new_messages))
+        self._record_tools(context, place)
         more = relayed_calls.attributes(answer, place, request, context.dialect.NAME, sent) | recovery_attributes(
             context
         )

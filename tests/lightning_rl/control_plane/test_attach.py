@@ -103,6 +103,9 @@ def test_what_is_no_server_of_this_version_or_refuses_the_key_is_named(
         with pytest.raises(CannotAttach, match="is no lightning_rl server, or one of another version"):
             check_servers([HttpStore(f"http://127.0.0.1:{other.server_port}", "admin")], endpoint())
         other.shutdown()
+    with pytest.raises(CannotAttach) as away:
+        check_servers([store, HttpStore(url, "admin")], endpoint())
+    assert away.value.__notes__ == ["or leave it out: a run goes on at the servers that are named"]
     twice = HttpStore(store.url.replace("127.0.0.1", "localhost"), "admin")
     with pytest.raises(CannotAttach, match=f"{store.url} and {twice.url} are of one store: name one of them"):
         check_servers([store, twice], endpoint())

@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -83,6 +85,35 @@ def test_the_whole_time_in_which_nothing_could_be_written_is_made_up_for(caplog)
         "trouble with the store: full",
         "trouble with the store is over",
     ]
+
+
+def test_of_several_servers_each_makes_up_for_its_own_attempts() -> None:
+    """Else a store that is away for all of them moves each deadline once for each of them."""
+
+    asked: list[str | None] = []
+
+    class Own(Noting):
+        def make_up(self, seconds: float, *, gateway_id: str | None) -> None:
+            asked.append(gateway_id)
+
+        def postpone(self, seconds: float, *, gateway_id: str | None, lease_seconds: float = 0) -> None:
+            asked.append(gateway_id)
+
+    class Paused:
+        def any_paused(self) -> bool:
+            return True
+
+    async def scenario() -> None:
+        store, sql = Own(), SqlThread()
+        fleet: Any = SimpleNamespace(gateway_id="g1")
+        sweeper = Sweeper(store, sql, None, Paused(), Notifications(), seconds=1, fleet=fleet)
+        await sweeper.sweep(5, stood_still=2)
+        sql.unwritable = True
+        await sweeper.sweep(5)
+        sql.close()
+
+    asyncio.run(scenario())
+    assert asked == ["g1", "g1", "g1"]
 
 
 def test_a_store_that_hangs_is_told_and_the_time_made_up_for(

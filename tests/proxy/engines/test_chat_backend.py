@@ -1,11 +1,13 @@
 """Frozen chat models behind the gateway, through the official SDK: relayed as they are, recorded like any call."""
 
+import asyncio
 import base64
 import hashlib
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -14,6 +16,7 @@ import pytest
 from lightning_rl_adapters import credit, forest, rows, semconv
 from lightning_rl_adapters.media import media_of
 from lightning_rl_adapters.span import Span
+from lightning_rl_proxy.engines.base import EngineRefused
 from lightning_rl_proxy.engines.chat_backend import LitellmBackend, OpenAIBackend
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.routing.router import Router
@@ -177,13 +180,44 @@ def test_a_service_that_refuses_unknown_fields_is_asked_without_from_then_on(
     assert [call.exact for call in helped.ledger.calls()] == [False, False]
 
 
+def test_half_a_surrogate_pair_from_litellm_is_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = LitellmBackend("helper", "openai/m")
+    body = {"choices": [{"message": {"role": "assistant", "content": "a\ud800b"}}]}
+
+    async def answers(*_: Any) -> Any:
+        return SimpleNamespace(model_dump=lambda mode: body)
+
+    monkeypatch.setattr(backend, "_ask", answers)
+    with pytest.raises(EngineRefused, match="text that is no Unicode, half a surrogate pair") as refused:
+        asyncio.run(backend.complete({"messages": []}))
+    assert refused.value.status == 502
+
+
+def test_what_a_call_shows_is_recorded_with_it_where_another_choice_fails(helped: Served, service: Service) -> None:
+    service.tokens = False
+    service.failures.append((500, {}))
+    cat = seeing.picture(1, 16, 24)
+    shown = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": seeing.data_url(cat)}}]}
+    tool = {"type": "function", "function": {"name": "run", "parameters": {"type": "object"}}}
+    asked: dict[str, Any] = {"model": "helper", "n": 2, "messages": [shown], "tools": [tool]}
+    with pytest.raises(openai.InternalServerError):
+        client(helped).chat.completions.create(**asked)
+    helped.seal()
+    recorded = helped.ledger.spans
+    [call] = [span for span in recorded if span.name == semconv.CALL_SPAN]  # the answered choice, which nobody received
+    assert call.attributes[semconv.INPUT_MESSAGES][0]["content"][0]["image_url"]["url"].startswith("sha256:")
+    assert media_of(recorded) == {hashlib.sha256(cat).hexdigest(): cat}
+    assert any(span.name == semconv.TOOLS_SPAN for span in recorded)
+
+
 @pytest.mark.parametrize(
     "url", ["http://me:secret@h/v1", "http://me@h/v1", "http://h/v1?api_key=secret", "http://h/#x"]
 )
 def test_a_url_that_holds_more_than_a_place_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="the url of model 'm' holds a user, a query or a fragment") as refused:
-        OpenAIBackend("m", url)
-    assert "secret" not in str(refused.value)
+    for make in (lambda: OpenAIBackend("m", url), lambda: LitellmBackend("m", "openai/m", url)):
+        with pytest.raises(ValueError, match="the url of model 'm' holds a user, a query or a fragment") as refused:
+            make()
+        assert "secret" not in str(refused.value)
 
 
 def test_an_agents_own_mistake_does_not_end_the_asking_for_tokens(helped: Served, service: Service) -> None:
