@@ -1,6 +1,7 @@
 """Files that are whole or not there, and a run folder that one process holds: a run may be cut off at any moment."""
 
 import fcntl
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import IO
 from lightning_rl.errors import Explained
 
 LOCK = "run.lock"
+_FINISHED = "finished.json"
 _POLL_SECONDS = 0.05  # a file system tells nobody that a lock is free
 
 
@@ -48,6 +50,22 @@ def _hold(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def note_finished(run_dir: Path, **numbers: int) -> None:
+    """Note that the run in this folder has come to its end, and what it says of that."""
+    write_whole(run_dir / _FINISHED, json.dumps(numbers).encode())
+
+
+def note_unfinished(run_dir: Path) -> None:
+    """Take back that the run has come to its end: it goes on."""
+    (run_dir / _FINISHED).unlink(missing_ok=True)
+
+
+def finished(run_dir: Path) -> dict[str, int] | None:
+    """What the run that has come to its end said of that; None where none has."""
+    file = run_dir / _FINISHED
+    return json.loads(file.read_bytes()) if file.is_file() else None
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -29,7 +29,7 @@ from lightning_rl.config.policies import named, policies_of
 from lightning_rl.config.schema import Config
 from lightning_rl.configured_algorithm import ConfiguredAlgorithm, composed
 from lightning_rl.data.dataset import dataset_of
-from lightning_rl.files import write_whole
+from lightning_rl.files import note_finished, note_unfinished, write_whole
 from lightning_rl.inference.load import located
 from lightning_rl.memory.plan import refuse_what_cannot_fit
 from lightning_rl.ppo import reporting, resolved_config, run_state
@@ -286,7 +286,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
         written, kept = self.run_dir / "metrics.jsonl", state.step if state.resumed else None
         self.history = jsonl.keep_until(written, kept) if self.resume else []
         state.begin_session(self.run_id, self.began_ns)
-        reporting.note_end(self.run_dir, None)
+        note_unfinished(self.run_dir)
         for each in weights.values():
             each.wake()
         self.on_init_end()
@@ -302,7 +302,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
             self._train(total, val_dataset)
             if total:
                 state.export_final_model()
-            reporting.note_end(self.run_dir, reporting.Finished(asked=total, made=self.step))
+            note_finished(self.run_dir, asked=total, made=self.step)
         finally:
             reporter.close()
         if self.shows:

@@ -21,7 +21,7 @@ from lightning_rl.algorithms.base import Dataset, Endpoint
 from lightning_rl.config import ConfigError, to_yaml
 from lightning_rl.config.schema import Config
 from lightning_rl.configured_algorithm import ConfiguredAlgorithm
-from lightning_rl.files import write_whole
+from lightning_rl.files import note_finished, note_unfinished, owned, write_whole
 from lightning_rl.inference.load import located
 from lightning_rl.loops.loop_registry import loops_of
 from lightning_rl.memory.plan import refuse_what_cannot_fit
@@ -112,7 +112,10 @@ class SFT(ConfiguredAlgorithm):
         self.run_dir = Path(run_dir or self.named_run_dir or self.default_run_dir()).expanduser()
         if (self.run_dir / _CONFIG).exists() and not self.resume:
             raise ConfigError(f"{self.run_dir} holds a run: set trainer.resume_mode=auto, or name another folder")
-        return self._learn()
+        self._read()
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with owned(self.run_dir):
+            return self._learn()
 
     # What the Trainer calls, where there is a teacher.
 
@@ -169,23 +172,27 @@ class SFT(ConfiguredAlgorithm):
         if self.shows:
             print(evaluation)
         teacher.close()  # the policy gets its memory
-        self._learn(list(teacher.calls(traces)))
+        self._read(list(teacher.calls(traces)))
+        self._learn()
 
     @property
     def _its_teacher(self) -> TeacherBaseline:
         assert self.teacher is not None, "prepare has refused to run without"
         return self.teacher
 
-    def _learn(self, taught: Sequence[TracedCall] = ()) -> Path:
-        """Train in `run_dir` on the traces and on what a teacher has answered."""
-        trainer, checkpoints = self.config.trainer, self.run_dir / "checkpoints"
-        trackers.check_names(trainer.logger)
-        # Before anything is written: a folder with a run in it is not taken again.
+    def _read(self, taught: Sequence[TracedCall] = ()) -> None:
+        """Read the traces, and what a teacher has answered. Nothing is written: what cannot be learned from leaves a
+        folder that is free for the next run."""
+        trackers.check_names(self.config.trainer.logger)
         folder, _ = located(self.config.actor_rollout_ref.model.path)
         renderer = resolved_config.loaded_renderer(self.config, folder)
         asked = None if self.teacher is None else self.teacher.asked
         self.examples = examples.load(self.config, self.sources, renderer, taught=taught, teacher=asked)
-        checkpoints.mkdir(parents=True, exist_ok=True)
+
+    def _learn(self) -> Path:
+        """Train in `run_dir` on `examples`."""
+        checkpoints = self.run_dir / "checkpoints"
+        checkpoints.mkdir(exist_ok=True)
         resumed = checkpoint.latest(checkpoints) if self.resume else None
         torch.manual_seed(self.config.data.seed)
         refuse_what_cannot_fit(as_trained(self.config))
@@ -198,10 +205,13 @@ class SFT(ConfiguredAlgorithm):
             self._restore(models, resumed)
             write_whole(self.run_dir / _CONFIG, to_yaml(kept).encode())
             self.history = jsonl.keep_until(self.run_dir / "metrics.jsonl", self.step if resumed else None)
+            note_unfinished(self.run_dir)
             self._train(models, total)
         finally:
             models.close()
-        return checkpoint.final_model(self.run_dir, checkpoints / f"step-{max(total, self.step)}")
+        model = checkpoint.final_model(self.run_dir, checkpoints / f"step-{max(total, self.step)}")
+        note_finished(self.run_dir)
+        return model
 
     def steps(self) -> int:
         """How many steps the config makes of the traces that are trained."""

@@ -35,7 +35,7 @@ from lightning_rl.control_plane.attach import LEASE_SECONDS, Attachment, attache
 from lightning_rl.control_plane.several_servers import SeveralServers
 from lightning_rl.data.dataset import dataset_of
 from lightning_rl.errors import Explained, WorkerDied
-from lightning_rl.files import owned
+from lightning_rl.files import finished, note_finished, owned
 from lightning_rl.processes.child import Child
 from lightning_rl.processes.service_keys import RUNNER_KEY, SHORTEST, is_loopback
 from lightning_rl.runner import launch as runners
@@ -262,6 +262,8 @@ class Trainer:
             try:
                 try:
                     algorithm.run(tasks, held_out)
+                    if finished(run_dir) is None:
+                        note_finished(run_dir)
                 except Unreachable:
                     check()  # a dead server is the cause rather than its silence, and its log says why
                     raise

@@ -20,7 +20,7 @@ import torch
 
 from lightning_rl.config.policies import policies_of
 from lightning_rl.config.schema import Config, FilterGroups
-from lightning_rl.files import write_whole
+from lightning_rl.files import finished
 from lightning_rl.inspect.live_findings import Findings
 from lightning_rl.inspect.run_stats import RECENT
 from lightning_rl.ppo.batch import StepBatch
@@ -37,7 +37,6 @@ from lightning_rl.trajectories.run_warnings import Problems
 from lightning_rl.trajectories.step_record import StepRecord
 from lightning_rl.trajectories.trajectory import Trajectory
 
-_FINISHED = "finished.json"  # in the run's folder
 _EDGE = 4  # the first and the last quarter of the steps are a run's beginning and end
 _log = logging.getLogger(__name__)
 
@@ -242,20 +241,10 @@ class Finished(msgspec.Struct, frozen=True):
     made: int
 
 
-def note_end(run_dir: Path, finished: Finished | None) -> None:
-    """Note that the run has come to its end; None: that it goes on."""
-    if finished is None:
-        (run_dir / _FINISHED).unlink(missing_ok=True)
-    else:
-        write_whole(run_dir / _FINISHED, msgspec.json.encode(finished))
-
-
 def end_of(run_dir: Path) -> Finished | None:
-    """How the run came to its end; None where it has not, or its model is not there."""
-    file = run_dir / _FINISHED
-    if not file.is_file() or not (run_dir / "model").is_dir():
-        return None
-    return msgspec.json.decode(file.read_bytes(), type=Finished)
+    """How a run of PPO came to its end; None where none has, or its model is not there."""
+    said = finished(run_dir)
+    return msgspec.convert(said, Finished) if said and (run_dir / "model").is_dir() else None
 
 
 def summary_lines(run_dir: Path, history: Sequence[Mapping[str, float]], rollout: str | None) -> list[str]:

@@ -14,11 +14,11 @@ from typing import Any
 import msgspec
 import yaml
 
-from lightning_rl.files import LOCK, is_held
+from lightning_rl.files import LOCK, finished, is_held
 from lightning_rl.inspect.recorded import STORE, NotRecorded
 from lightning_rl.telemetry.metrics import jsonl
 
-METRICS, CONFIG, FINISHED = "metrics.jsonl", "config.yaml", ("finished.json", "evaluations.json")
+METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 URL_FILE, KEY_FILE = "server.url", "admin.key"
 _SECRET = re.compile(
     r"(^|[._-])(api_?key|key|token|secret|pwd|pat|credentials?)$|(password|passwd|secret_?key)$", re.IGNORECASE
@@ -136,7 +136,8 @@ def state(run_dir: Path) -> str:
     """`running`, `finished`, or `stopped` (it ended before its last step, or crashed)."""
     if is_held(run_dir / LOCK):
         return "running"
-    return "finished" if any((run_dir / name).is_file() for name in FINISHED) else "stopped"
+    ended = finished(run_dir) is not None or (run_dir / "evaluations.json").is_file()
+    return "finished" if ended else "stopped"
 
 
 def config(run_dir: Path) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from lightning_rl.agents.emitted import Emitted
 from lightning_rl.compat.agent_lightning import hooked
 from lightning_rl.compat.agent_lightning_names import INSTEAD
 from lightning_rl.config import ConfigError
+from lightning_rl.viewer import run_folder
 from tests.lightning_rl.agents.test_agent import claim
 
 NAMES = json.loads((Path(__file__).parents[2] / "data/agent_lightning_names.json").read_text())
@@ -203,6 +204,6 @@ def test_logging_is_set_up_for_us_and_for_named_loggers(tmp_path: Path) -> None:
 def test_dev_takes_the_agent_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     dev = agl.Trainer(algorithm=agl.VERL(), n_runners=1, hooks=Notes()).dev(plain, train_dataset=["a"], n_tasks=1)
-    assert len(dev.trajectories) == 1
+    assert (len(dev.trajectories), run_folder.state(dev.run_dir)) == (1, "finished")
     with pytest.raises(TypeError, match="dev takes tasks"):
         agl.Trainer().dev(plain)

@@ -119,7 +119,7 @@ def vllm(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
 def story(config: Config, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What a run of 8 tasks would do and ask for."""
     monkeypatch.setattr(RunState, "export_final_model", lambda _: None)
-    monkeypatch.setattr(reporting, "note_end", lambda *_: None)
+    monkeypatch.setattr("lightning_rl.ppo_algorithm.note_finished", lambda *_, **__: None)
     monkeypatch.setattr(reporting.trackers, "open_trackers", lambda *_, **__: [])
     told = Story(config)
     told.run(list(range(8)), list(range(2)))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rl import files
 from lightning_rl.config.schema import Config
 from lightning_rl.ppo import reporting
 from lightning_rl.ppo.reporting import Finished
@@ -57,9 +58,11 @@ def test_a_run_without_steps_says_where_it_is(tmp_path: Path) -> None:
 
 def test_an_end_is_one_with_its_model(tmp_path: Path) -> None:
     assert reporting.end_of(tmp_path) is None
-    reporting.note_end(tmp_path, Finished(asked=4, made=3))
+    files.note_finished(tmp_path, asked=4, made=3)
     assert reporting.end_of(tmp_path) is None
     (tmp_path / "model").mkdir()
     assert reporting.end_of(tmp_path) == Finished(asked=4, made=3)
-    reporting.note_end(tmp_path, None)
+    files.note_finished(tmp_path)
+    assert reporting.end_of(tmp_path) is None, "of another algorithm"
+    files.note_unfinished(tmp_path)
     assert reporting.end_of(tmp_path) is None

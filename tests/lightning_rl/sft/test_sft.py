@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import lightning_rl as lrl
 from lightning_rl.cli import app
 from lightning_rl.config import ConfigError
+from lightning_rl.viewer import run_folder
 
 from .records import CHECKPOINT, conversation, record, write
 
@@ -69,15 +70,18 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(whole: lrl.SFT, traces: P
     class Stopping(lrl.SFT):
         def train_step(self, models: Any) -> dict[str, float]:
             if self.step == 4:
+                assert run_folder.state(tmp_path) == "running"
                 raise Stopped
             return super().train_step(models)
 
     config = {**CONFIG, "trainer": CONFIG["trainer"] | {"save_freq": 2}}
     with pytest.raises(Stopped):
         Stopping(config, traces=traces).fit(tmp_path)
+    assert run_folder.state(tmp_path) == "stopped"
     with pytest.raises(ConfigError, match="holds a run"):
         run(traces, tmp_path)
     resumed = run(traces, tmp_path, resume_mode="auto")
+    assert run_folder.state(tmp_path) == "finished"
     assert resumed.history[-1]["sft/loss"] == whole.history[-1]["sft/loss"]
     ours, theirs = (load_file(one.run_dir / "model" / "model.safetensors") for one in (resumed, whole))
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
