@@ -103,12 +103,13 @@ def discounted(gamma: float) -> Strategy:
 
 
 def per_step(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
-    """To each call what it was given itself; to the last also the final reward."""
+    """To each call what it was given itself; to the last one of the task also the final reward."""
     return {call_id: Credit(reward) for call_id, reward in _steps(forest, rewards).items()}
 
 
 def return_to_go(gamma: float) -> Strategy:
-    """To each call what it and all later ones were given (`per_step`), each times gamma per call in between."""
+    """To each call of the task what it and all later ones of it were given (`per_step`), each times gamma per call of
+    the task in between."""
 
     def strategy(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
         steps = _steps(forest, rewards)
@@ -116,7 +117,7 @@ def return_to_go(gamma: float) -> Strategy:
             return {}
         returns: dict[str, Credit] = {}
         later = 0.0
-        for call_id in reversed(forest.nodes):
+        for call_id in reversed(_of_task(forest)):
             later = steps.get(call_id, 0.0) + gamma * later
             returns[call_id] = Credit(later)
         return returns
@@ -170,7 +171,7 @@ def step_groups(gamma: float, weight: float = 1.0) -> Strategy:
 
     def strategy(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
         returns = assign(return_to_go(gamma), forest, rewards)
-        given = [value for named in rewards.of_calls.values() for value in named.values()]
+        given = [value for call_id in returns for value in rewards.of_calls.get(call_id, {}).values()]
         whole = math.fsum(given) if rewards.final is None else rewards.final
         states = prompts(forest)
         return {
@@ -295,12 +296,12 @@ def by_name(name: str, *, gamma: float = 1.0, step_weight: float = 1.0) -> Strat
 
 
 def _steps(forest: Forest, rewards: Rewards) -> dict[str, float]:
-    """What single calls were given, the final reward with the last call's."""
+    """What single calls were given, the final reward with that of the task's last call."""
     steps = {call_id: math.fsum(named.values()) for call_id, named in rewards.of_calls.items()}
     steps = {call_id: steps[call_id] for call_id in forest.nodes if call_id in steps}
-    if rewards.final is not None and forest.nodes:
-        last = next(reversed(forest.nodes))
-        steps[last] = steps.get(last, 0.0) + rewards.final
+    if rewards.final is not None:
+        for last in _of_task(forest)[-1:]:
+            steps[last] = steps.get(last, 0.0) + rewards.final
     return steps
 
 

@@ -148,6 +148,11 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
             f"actor_rollout_ref.model.chat_template has no effect where actor_rollout_ref.rollout.renderer="
             f"{renderer(config)} writes the chats: leave one of them out"
         )
+    if config.algorithm.filter_groups.enable and config.actor_rollout_ref.rollout.n == 1:
+        raise ConfigError(
+            "algorithm.filter_groups.enable=true trains groups in which rewards differ, and with "
+            "actor_rollout_ref.rollout.n=1 a group has one rollout: set n to 2 or more, or leave filter_groups out"
+        )
     critic_learns = needs_critic(config, estimator)
     if trainer.critic_warmup and not critic_learns:
         raise ConfigError("trainer.critic_warmup has no critic to warm up: set algorithm.adv_estimator=gae, or 0")

@@ -7,16 +7,32 @@ import errno
 import os
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import IO, NamedTuple
+from uuid import uuid4
 
 from lightning_rl.sandboxes import NOT_FOUND, Output
 
 _READ = 64 * 1024  # bytes
-# A shell that ends its process group when its standard input does, which is a pipe that this process holds: so programs
-# end with it, however it ends.
-_WATCHED = 'exec 3<&0; { read _ <&3; kill -KILL 0; } & "$@" </dev/null 3<&-; exit $?'
-_DRAIN_SECONDS = 5.0  # for what is left in a pipe; what has left the process group may hold it open for ever
+_MARK = "LIGHTNING_RL_PROGRAM"  # a variable that a program's own programs inherit, whatever session they are in
+# A shell that kills what `run` does when its standard input ends, which is a pipe that this process holds: so
+# programs end with it, however it ends. `$$` is the session, and the sixth field of a `stat` is that of a process.
+_WATCHED = f"""exec 3<&0
+{{
+    read _ <&3
+    read me _ </proc/self/stat
+    for process in /proc/[0-9]*; do
+        read stat <"$process/stat" || continue
+        set -- ${{stat##*) }}
+        [ "$4" = $$ ] || grep -qF "{_MARK}=${_MARK}" "$process/environ" || continue
+        [ "${{process#/proc/}}" = "$me" ] || kill -KILL "${{process#/proc/}}"
+    done
+    kill -KILL 0
+}} 2>/dev/null &
+"$@" </dev/null 3<&-
+exit $?"""
+_DRAIN_SECONDS = 5.0  # for what is left in a pipe; what was not found may hold it open for ever
 
 
 class Done(NamedTuple):
@@ -24,11 +40,6 @@ class Done(NamedTuple):
 
     status: int | None
     printed: bytes
-
-
-def watched(command: Sequence[str]) -> list[str]:
-    """The command for a program that ends, with all that it started, when its standard input does."""
-    return ["sh", "-c", _WATCHED, "sh", *command]
 
 
 async def run(
@@ -39,19 +50,24 @@ async def run(
     timeout_seconds: float | None = None,
     given: bytes | None = None,
     ends_with_us: bool = False,
+    with_all_it_started: bool = False,
     output: Output | None = None,
 ) -> Done:
     """Run a program in a process group of its own, which is killed when it has ended, or its time is over.
 
     What it prints goes to `output` as it comes, or is kept where there is none. Its standard input is `given`, or
     empty. A program that is not there has the status 127, as in a shell. With `ends_with_us` its standard input ends
-    with this process (see `watched`).
+    with this process. With `with_all_it_started` it itself ends with this process, and whenever it ends, so does what
+    it started, on Linux in whatever process group.
     """
-    if ends_with_us:
+    mark = uuid4().hex if with_all_it_started else None
+    if mark is not None:
+        command, environment = ["sh", "-c", _WATCHED, "sh", *command], {**environment, _MARK: mark}
+    if ends_with_us or with_all_it_started:
         typed, life = os.pipe()
         try:
             with os.fdopen(typed, "rb", buffering=0) as stdin:
-                return await _run(command, environment, folder, timeout_seconds, stdin, output)
+                return await _run(command, environment, folder, timeout_seconds, stdin, output, mark)
         finally:
             os.close(life)
     with tempfile.TemporaryFile() as stdin:
@@ -67,6 +83,7 @@ async def _run(
     timeout_seconds: float | None,
     stdin: IO[bytes],
     output: Output | None,
+    mark: str | None = None,
 ) -> Done:
     # The pipe is ours: with one of asyncio's, `wait` waits for all that hold it, a server that was left running too.
     reads, writes = os.pipe()
@@ -107,9 +124,32 @@ async def _run(
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
+            if mark is not None:
+                _kill_started_by(process.pid, mark)
             await asyncio.wait([reading], timeout=_DRAIN_SECONDS)
             reading.cancel()
     return Done(status, bytes(kept))
+
+
+def _kill_started_by(program: int, mark: str) -> None:
+    """Kill what a program has started in other process groups: what is in the session that it led (`timeout` and a
+    shell's jobs have groups of their own), and what has inherited its mark (`setsid`, servers)."""
+    killed: set[int] = set()
+    while found := set(_started_by(program, mark)) - killed:  # again: one may have started another meanwhile
+        for process in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        killed |= found
+
+
+def _started_by(session: int, mark: str) -> Iterator[int]:
+    """The processes of a session, and those with a mark in their environment, as far as the system tells."""
+    marked = f"{_MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            of_session = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[3])
+            if of_session == session or marked in (folder / "environ").read_bytes():
+                yield int(folder.name)
 
 
 async def _passed_on(pipe: IO[bytes], kept: bytearray, output: Output | None) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_rl.sandboxes import Output, SandboxError, SandboxUnusable
-from lightning_rl.sandboxes.child_program import run, watched
+from lightning_rl.sandboxes.child_program import run
 
 _OURS = "LIGHTNING_RL_"  # begins the names of variables that hold keys of the server: not a program's concern
 
@@ -50,11 +50,11 @@ class LocalSandbox:
             raise SandboxError(f"{self._path(folder or '')}, where {command[0]} is to run, is not there")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
         done = await run(
-            watched(command),
+            command,
             environment=inherited | {"HOME": self.home, "PWD": self._path(folder or "")} | dict(environment),
             folder=self._path(folder or ""),
             timeout_seconds=timeout_seconds,
-            ends_with_us=True,
+            with_all_it_started=True,
             output=output,
         )
         return done.status

@@ -72,6 +72,11 @@ def test_without_a_reward_nobody_has_credit(strategy: Strategy) -> None:
         (credit.counterfactual, {"c0": 2.0, "c1": 2.0}),
         (credit.last_call, {"c1": 2.0}),
         (credit.discounted(0.5), {"c0": 1.0, "c1": 2.0}),
+        (credit.per_step, {"c1": 2.0}),
+        (credit.return_to_go(0.5), {"c0": 1.0, "c1": 2.0}),
+        (credit.step_groups(0.5), {"c0": 2.0, "c1": 2.0}),
+        (credit.per_agent, {"c0": 2.0, "c1": 2.0}),
+        (credit.leave_one_out, {"c0": 2.0, "c1": 2.0}),
     ],
 )
 def test_housekeeping_earns_nothing_of_the_task(strategy: Strategy, expected: dict[str, float]) -> None:

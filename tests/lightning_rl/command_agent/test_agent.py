@@ -79,7 +79,7 @@ def test_the_program_sees_neither_the_task_nor_where_the_command_will_write(
     judge = "python3 -c \"import json,os; print(json.load(open(os.environ['LIGHTNING_RL_TASK']))['expected'])\""
     run(lrl.CommandAgent('sh -c "env; ls -R .."', reward=f"{judge}; env"), TASK)
     shown, _, judged = capsys.readouterr().out.partition("it's\n")
-    assert "LIGHTNING_RL_" not in shown
+    assert "LIGHTNING_RL_" not in shown.replace("LIGHTNING_RL_PROGRAM=", "")
     assert "expected" not in shown
     assert "LIGHTNING_RL_REWARD" in judged
 

@@ -971,6 +971,10 @@ def test_token_sums_are_divided_by_the_length_that_verl_pads_rows_to() -> None:
         ({"actor_rollout_ref": {"actor": {"optim": {"optimizer": "AdamV"}}}}, "actor.optim: .*AdamV"),
         ({"critic": {"optim": {"override_optimizer_config": {"epps": 1}}}}, "critic.optim: .*epps"),
         ({"trainer": {"early_stopping": {"patience": 1}}}, "counts measurements: set trainer.test_freq"),
+        (
+            {"algorithm": {"filter_groups": {"enable": True}}, "actor_rollout_ref": {"rollout": {"n": 1}}},
+            "one rollout: set n",
+        ),
     ],
 )
 def test_models_that_cannot_be_what_is_asked_are_refused(keys: dict[str, Any], message: str) -> None:

@@ -98,26 +98,26 @@ async def ran(
     return status, "".join(printed)
 
 
-# A process that runs a program in a sandbox until it is killed: `python -c OWNER module:Class [image]`.
+# A process that runs a script in a sandbox until it is killed: `python -c OWNER program module:Class [image]`.
 OWNER = """
 import asyncio, sys
 from lightning_rl.loading import load
 
 async def main():
-    box = load(sys.argv[1], "sandbox")(*sys.argv[2:])
+    box = load(sys.argv[2], "sandbox")(*sys.argv[3:])
     await box.open()
     print(getattr(box, "name", ""), flush=True)
     script = "echo pid $$; sleep 60 & sleep 60"
-    await box.run(["sh", "-c", script], environment={}, folder=None, timeout_seconds=None,
+    await box.run([*sys.argv[1].split(), "-c", script], environment={}, folder=None, timeout_seconds=None,
                   output=lambda text: print(text, end="", flush=True))
 
 asyncio.run(main())
 """
 
 
-def killed_owner(*sandbox: str) -> list[str]:
-    """What a process printed that ran a program in a sandbox, and was killed while it ran."""
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, *sandbox], stdout=subprocess.PIPE, text=True)
+def killed_owner(*sandbox: str, program: str = "sh") -> list[str]:
+    """What a process printed that ran a script in a sandbox, and was killed while it ran."""
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, program, *sandbox], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
     lines = [owner.stdout.readline().strip() for _ in range(2)]
     owner.send_signal(signal.SIGKILL)

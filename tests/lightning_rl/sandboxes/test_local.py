@@ -25,12 +25,21 @@ class TestLocal(SandboxContract):
 
         self.inside(use)
 
-    def test_what_a_program_left_running_ends_with_it_and_the_folder_goes(self) -> None:
+    @pytest.mark.parametrize(
+        "script",
+        [
+            "(while :; do sleep 0.1; done) & echo $!",  # it holds the pipe, too
+            "timeout 60 sleep 60 & echo $!",
+            "setsid sleep 60 & echo $!",
+            "set -m; sleep 60 & echo $!",
+            "(cd /; setsid timeout 60 sh -c 'echo $$; sleep 60' &); sleep 0.5",
+        ],
+    )
+    def test_what_a_program_left_running_ends_with_it_and_the_folder_goes(self, script: str) -> None:
         async def use(box: Sandbox) -> tuple[str, int]:
-            script = "(while :; do sleep 0.1; done) & echo $!"  # it holds the pipe, too
             status, printed = await ran(box, "sh", "-c", script)
             assert status == 0
-            return box.home, int(printed)
+            return box.home, int(printed.split()[-1])
 
         home, left = self.inside(use)
         assert not Path(home).parent.exists()
@@ -57,8 +66,9 @@ def runs(process: int) -> bool:
         return False
 
 
-def test_a_program_ends_with_the_process_that_started_it_however_that_ends() -> None:
-    _, pid = killed_owner("lightning_rl.sandboxes.local:LocalSandbox")
+@pytest.mark.parametrize("program", ["sh", "setsid -w sh", "timeout 60 sh"])
+def test_a_program_ends_with_the_process_that_started_it_however_that_ends(program: str) -> None:
+    _, pid = killed_owner("lightning_rl.sandboxes.local:LocalSandbox", program=program)
     assert soon(lambda: not runs(int(pid.removeprefix("pid "))))
 
 
