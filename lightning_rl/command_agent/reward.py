@@ -12,7 +12,7 @@ import msgspec
 
 from lightning_rl.command_agent import harbor
 from lightning_rl.command_agent.template import CommandError, filled
-from lightning_rl.command_agent.workspace import Workspace, copy, folder_of, shell
+from lightning_rl.command_agent.workspace import Workspace, copy, folder_of, restored, shell
 from lightning_rl.sandboxes import NOT_FOUND
 
 REWARD_VARIABLE = "LIGHTNING_RL_REWARD"  # names the file that a reward is written to
@@ -22,6 +22,7 @@ TASK_VARIABLE = "LIGHTNING_RL_TASK"  # names a file with the task as JSON, for t
 async def judged(space: Workspace, task: Any, reward: str, of_harbor: "harbor.HarborTask | None") -> Any:
     """The reward that a command gives to what the program did."""
     box, settings = space.box, space.settings
+    await restored(space)
     if settings.tests is not None:
         await copy(space, filled(settings.tests, space.values), "sandbox.tests")
     if of_harbor is not None:

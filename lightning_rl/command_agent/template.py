@@ -45,9 +45,15 @@ class Values:
         return found if isinstance(found, str) else json.dumps(found)
 
     def files(self) -> dict[str, str]:
-        """The task's `files`, by name, where it has any."""
-        files = self._task.get(_FILES) if isinstance(self._task, Mapping) else None
-        return dict(files) if isinstance(files, Mapping) else {}
+        """The task's `files`, by name, where it has any; a name without a text, as tables have them, is none.
+
+        Raises CommandError for anything else.
+        """
+        files = (self._task.get(_FILES) if isinstance(self._task, Mapping) else None) or {}
+        found = {name: text for name, text in files.items() if text is not None} if isinstance(files, Mapping) else None
+        if found is None or not all(isinstance(text, str) for text in found.values()):
+            raise CommandError(f"the task's `files` are texts by name, {{'main.py': '...'}}, and not {files!r:.80}")
+        return found
 
     def _prompt(self) -> str:
         try:

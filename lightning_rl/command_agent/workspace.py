@@ -40,6 +40,19 @@ async def prepared(box: Sandbox, settings: SandboxSection, values: Values) -> Wo
     return space
 
 
+async def restored(space: Workspace) -> None:
+    """Make the program's folder and home again where it removed them: what it did is judged, that too.
+
+    Raises CommandError where they cannot be made: what the program left in their place is its own doing.
+    """
+    folders = [space.folder, space.box.home]
+    status = await space.box.run(
+        ["mkdir", "-p", *folders], environment={}, folder="/", timeout_seconds=None, output=print_as_it_comes
+    )
+    if status != 0:
+        raise CommandError(f"the program left something else in the place of {' or '.join(folders)}: nothing is judged")
+
+
 async def folder_of(box: Sandbox, asked: str | None, *others: str) -> str:
     """The whole path of a folder, by default the one where the sandbox begins. It is made where it is not there, as
     the others are."""

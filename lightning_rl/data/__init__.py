@@ -257,8 +257,8 @@ def _rows(batches: Iterable[Any], path: Path) -> Iterator[Any]:
 
 def _listed(batch: Any, path: Path) -> list[dict[str, Any]]:
     try:
-        rows: list[dict[str, Any]] = batch.to_pylist()
-    except (OverflowError, ValueError) as error:  # a date that Python has none for
+        rows: list[dict[str, Any]] = batch.to_pylist(maps_as_pydicts="strict")
+    except (OverflowError, ValueError, KeyError) as error:  # a date that Python has none for, two equal keys of a map
         raise DataError(f"{path.resolve()} holds a value that cannot be read: {error}") from error
     return rows
 
@@ -275,8 +275,10 @@ def _plain(value: Any, place: str) -> Any:
         return str(value)  # a float would not be what was written
     if isinstance(value, list | tuple):
         return [_plain(item, place) for item in value]
-    if isinstance(value, dict):
+    if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return {name: _plain(item, place) for name, item in value.items()}
+    if isinstance(value, dict):  # a map whose keys no JSON has
+        return [[_plain(name, place), _plain(item, place)] for name, item in value.items()]
     raise DataError(f"{place}: a task is a JSON value, and {type(value).__name__} {str(value)[:40]} is none")
 
 

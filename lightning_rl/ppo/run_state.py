@@ -6,7 +6,7 @@ session's id, its first version) is read anew when a run is opened.
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,18 +83,24 @@ class TuningRecord:
         self._last = state["last"]
 
 
-def another_model(config: Config, run_dir: Path) -> str | None:
-    """What is said where a run goes on with another `model.path` than it had: its weights are its checkpoint's."""
-    model, file = config.actor_rollout_ref.model, run_dir / "config.yaml"
-    if model.lora_rank or not file.is_file():  # the weights below an adapter are in no checkpoint
-        return None
-    had = yaml.safe_load(file.read_text())["actor_rollout_ref"]["model"]["path"]
-    if had == model.path:
-        return None
-    return (
-        f"actor_rollout_ref.model.path={model.path} changes no weights of a run that goes on, which has those of its "
-        f"checkpoint (it began with {had}): to train another model begin a new run"
-    )
+def changes_to_warn_of(config: Config, run_dir: Path) -> Iterator[str]:
+    """What is said where a run goes on with another `model.path` than it had, since its weights are its checkpoint's,
+    and with keys that put the tasks into another order."""
+    if not (file := run_dir / "config.yaml").is_file():
+        return
+    had, model = yaml.safe_load(file.read_text()), config.actor_rollout_ref.model
+    began_with = had["actor_rollout_ref"]["model"]["path"]
+    if began_with != model.path and not model.lora_rank:  # the weights below an adapter are in no checkpoint
+        yield (
+            f"actor_rollout_ref.model.path={model.path} changes no weights of a run that goes on, which has those of "
+            f"its checkpoint (it began with {began_with}): to train another model begin a new run"
+        )
+    for name in ("train_batch_size", "shuffle", "seed"):
+        if (now := getattr(config.data, name)) != had["data"][name]:
+            yield (
+                f"data.{name}={now} (it was {had['data'][name]}) puts the tasks into another order: of the epoch in "
+                "which this run goes on some are trained twice, and some not at all"
+            )
 
 
 def begin_from(given: Path, run_dir: Path) -> Path:
@@ -178,7 +184,7 @@ class RunState:
         self.resumed = resumed_from is not None
         self._keep = config.trainer.max_actor_ckpt_to_keep
         self._saved = None if resumed_from is None else checkpoint.open_state(resumed_from)
-        if resumed_from is not None and (said := another_model(config, run_dir)):
+        for said in () if resumed_from is None else changes_to_warn_of(config, run_dir):
             _log.warning("%s", said)
 
     def saved_version(self, policy: str) -> int:

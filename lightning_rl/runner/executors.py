@@ -35,8 +35,8 @@ class AgentRun(Protocol):
         """Begin; returns soon."""
         ...
 
-    def stop(self) -> None:
-        """Its claim was lost: end it as far as can be."""
+    def stop(self) -> bool:
+        """Its claim was lost or given back: end it as far as can be. Whether it was told to end."""
         ...
 
     @property
@@ -85,7 +85,7 @@ class _InProcess:
         """See `AgentRun`."""
         self._runs.spawn(self._call)
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """See `AgentRun`. A thread cannot be ended from outside; a task can, where nobody blocks its loop."""
         with self._lock:
             self._stopped = True
@@ -94,6 +94,7 @@ class _InProcess:
         if task is not None:
             task.cancel()
             self._runs.async_agents.leave_blocked_loop()
+        return task is not None
 
     def _call(self) -> None:
         self._context.run(self._enter)

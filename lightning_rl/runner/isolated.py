@@ -128,9 +128,10 @@ class _Isolated:
         """See `AgentRun`."""
         self._server.begin_rollout(self._number, self._claim, self._printed, self._ended)
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         """See `AgentRun`."""
         self._server.kill(self._number)
+        return True
 
     def _ended(self, status: int, answer: Outcome | None) -> None:
         came_to = _died(self._claim, status) if answer is None else answer

@@ -6,7 +6,8 @@ attempt printed is kept in both cases. The slot of a rollout is free when its re
 
 import logging
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 
 from lightning_rl.runner import output_capture
 from lightning_rl.runner.executors import AgentRun, Executor
@@ -21,7 +22,7 @@ from lightning_rl.store.errors import StoreError, Unreachable
 from lightning_rl_adapters.ids import new_id
 
 CLAIM_WAIT_SECONDS = 10.0
-LEFT_SECONDS = 5.0  # for an agent whose claim was lost to end by itself
+LEFT_SECONDS = 5.0  # for an agent whose claim was lost, or given back, to end by itself
 _CLAIMED_TOGETHER = 64
 _BACKOFF_SECONDS = 0.2
 _MAX_BACKOFF_SECONDS = 5.0
@@ -32,12 +33,16 @@ _log = logging.getLogger(__name__)
 
 
 class _Running:
-    """A claim, the run of the agent on it, and what that prints. `over`: the agent is done."""
+    """A claim, the run of the agent on it, and what that prints. `ending`: the agent was told to end; `over`: it is
+    done."""
+
+    run: AgentRun
 
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
         self.place = (claim.rollout.rollout_id, claim.attempt.attempt_id)
         self.printed = Printed(claim.rollout.rollout_id)
+        self.ending = False
         self.over = threading.Event()
 
     def log(self, where: str = "") -> Log | None:
@@ -107,15 +112,27 @@ class Worker:
     def begin(self, claim: Claim) -> None:
         """Run the agent on a claimed rollout; returns soon."""
         running = _Running(claim)
-        run = self._runs.run(claim, running.printed, lambda outcome: self._end(running, outcome))
+        running.run = self._runs.run(claim, running.printed, lambda outcome: self._end(running, outcome))
         self._running[claim.attempt.attempt_id] = running
-        self._active.add(claim, lost=lambda: self._lose(running, run))
-        run.start()
+        self._active.add(claim, lost=lambda: self._lose(running))
+        running.run.start()
 
     def give_back(self) -> None:
-        """Let rollouts under way be retried now, not only when their leases are over."""
-        for claim in self._active.take_running():
-            running = self._running[claim.attempt.attempt_id]
+        """Let rollouts under way be retried now, not only when their leases are over; then end their agents.
+
+        An agent that can be told to end has `LEFT_SECONDS` to clean up: with sandboxes, browsers, files of its own.
+        """
+        given_back = [self._running[claim.attempt.attempt_id] for claim in self._active.take_running()]
+        self._let_be_retried(given_back)
+        for running in given_back:
+            running.ending = running.run.stop()
+        until = time.monotonic() + LEFT_SECONDS
+        for running in list(self._running.values()):
+            if running.ending:
+                running.over.wait(max(until - time.monotonic(), 0.0))
+
+    def _let_be_retried(self, given_back: Sequence[_Running]) -> None:
+        for running in given_back:
             try:
                 self._keep(running, running.log())
                 self._store.finish(*running.place, _STOPPED_FINISH)
@@ -123,7 +140,7 @@ class Worker:
                 _log.warning("rollouts were not given back: %s", error)
                 return
             except StoreError as error:
-                _log.info("rollout %s was not given back: %s", claim.rollout.rollout_id, error)
+                _log.info("rollout %s was not given back: %s", running.claim.rollout.rollout_id, error)
 
     def _refuse(self, claim: Claim) -> None:
         self._active.add(claim)
@@ -139,12 +156,13 @@ class Worker:
         running.over.set()
         claim, rollout_id = running.claim, running.claim.rollout.rollout_id
         failed = outcome.finish.error
-        if failed is not None:
+        if failed is not None and not running.ending:
             with output_capture.named(rollout_id):
                 _log.info("rollout %s failed\n%s", rollout_id, failed.traceback or failed.message)
         # The lease is renewed until the server has answered; the result of a lost claim is dropped.
         if not self._active.finishing(claim):
-            _log.warning("dropped the result of rollout %s: it was lost before", rollout_id)
+            if not self._stop.is_set():
+                _log.warning("dropped the result of rollout %s: it was lost before", rollout_id)
             return
         ending = Ending(
             rollout_id=rollout_id,
@@ -165,17 +183,17 @@ class Worker:
         if log is not None:
             self._store.add_log(*running.place, log)
 
-    def _lose(self, running: _Running, run: AgentRun) -> None:
+    def _lose(self, running: _Running) -> None:
         """The claim was lost, to another worker or altogether. Its slot is free, even if the agent still runs."""
-        threading.Thread(target=self._look_after, args=(running, run), name="lost rollout", daemon=True).start()
+        threading.Thread(target=self._look_after, args=(running,), name="lost rollout", daemon=True).start()
 
-    def _look_after(self, running: _Running, run: AgentRun) -> None:
-        run.stop()
+    def _look_after(self, running: _Running) -> None:
+        running.ending = running.run.stop()
         self._slots.give_back()
         ended = running.over.wait(LEFT_SECONDS)
         del self._running[running.claim.attempt.attempt_id]
         try:
-            self._keep(running, running.log(run.where))
+            self._keep(running, running.log(running.run.where))
         except StoreError as error:
             _log.warning("what rollout %s printed is not kept: %s", running.claim.rollout.rollout_id, error)
         if not ended:

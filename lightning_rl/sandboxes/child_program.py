@@ -16,7 +16,7 @@ from lightning_rl.sandboxes import NOT_FOUND, Output
 
 _READ = 64 * 1024  # bytes
 _MARK = "LIGHTNING_RL_PROGRAM"  # a variable that a program's own programs inherit, whatever session they are in
-# A shell that kills what `run` does when its standard input ends, which is a pipe that this process holds: so
+# A shell that kills what `run_whole` does when its standard input ends, which is a pipe that this process holds: so
 # programs end with it, however it ends. `$$` is the session, and the sixth field of a `stat` is that of a process.
 _WATCHED = f"""exec 3<&0
 {{
@@ -32,7 +32,7 @@ _WATCHED = f"""exec 3<&0
 }} 2>/dev/null &
 "$@" </dev/null 3<&-
 exit $?"""
-_DRAIN_SECONDS = 5.0  # for what is left in a pipe; what was not found may hold it open for ever
+_DRAIN_SECONDS = 1.0  # for what is left in a pipe; what was not found may hold it open for ever
 
 
 class Done(NamedTuple):
@@ -50,30 +50,47 @@ async def run(
     timeout_seconds: float | None = None,
     given: bytes | None = None,
     ends_with_us: bool = False,
-    with_all_it_started: bool = False,
     output: Output | None = None,
 ) -> Done:
     """Run a program in a process group of its own, which is killed when it has ended, or its time is over.
 
     What it prints goes to `output` as it comes, or is kept where there is none. Its standard input is `given`, or
     empty. A program that is not there has the status 127, as in a shell. With `ends_with_us` its standard input ends
-    with this process. With `with_all_it_started` it itself ends with this process, and whenever it ends, so does what
-    it started, on Linux in whatever process group.
+    with this process.
     """
-    mark = uuid4().hex if with_all_it_started else None
-    if mark is not None:
-        command, environment = ["sh", "-c", _WATCHED, "sh", *command], {**environment, _MARK: mark}
-    if ends_with_us or with_all_it_started:
-        typed, life = os.pipe()
-        try:
-            with os.fdopen(typed, "rb", buffering=0) as stdin:
-                return await _run(command, environment, folder, timeout_seconds, stdin, output, mark)
-        finally:
-            os.close(life)
+    if ends_with_us:
+        with _open_as_long_as_we_are() as stdin:
+            return await _run(command, environment, folder, timeout_seconds, stdin, output)
     with tempfile.TemporaryFile() as stdin:
         stdin.write(given or b"")
         stdin.seek(0)
         return await _run(command, environment, folder, timeout_seconds, stdin, output)
+
+
+async def run_whole(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    folder: str | None = None,
+    timeout_seconds: float | None = None,
+    output: Output | None = None,
+) -> Done:
+    """Run a program as `run` does, with nothing on its standard input; all that it started ends when it does (on Linux
+    in whatever process group), and it ends with this process, however that ends."""
+    mark = uuid4().hex
+    watched, environment = ["sh", "-c", _WATCHED, "sh", *command], {**environment, _MARK: mark}
+    with _open_as_long_as_we_are() as stdin:
+        return await _run(watched, environment, folder, timeout_seconds, stdin, output, mark)
+
+
+@contextlib.contextmanager
+def _open_as_long_as_we_are() -> Iterator[IO[bytes]]:
+    typed, life = os.pipe()
+    try:
+        with os.fdopen(typed, "rb", buffering=0) as stdin:
+            yield stdin
+    finally:
+        os.close(life)
 
 
 async def _run(

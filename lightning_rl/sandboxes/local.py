@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_rl.sandboxes import Output, SandboxError, SandboxUnusable
-from lightning_rl.sandboxes.child_program import run
+from lightning_rl.sandboxes.child_program import run_whole
 
 _OURS = "LIGHTNING_RL_"  # begins the names of variables that hold keys of the server: not a program's concern
 
@@ -49,12 +49,11 @@ class LocalSandbox:
         if not Path(self._path(folder or "")).is_dir():
             raise SandboxError(f"{self._path(folder or '')}, where {command[0]} is to run, is not there")
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OURS)}
-        done = await run(
+        done = await run_whole(
             command,
             environment=inherited | {"HOME": self.home, "PWD": self._path(folder or "")} | dict(environment),
             folder=self._path(folder or ""),
             timeout_seconds=timeout_seconds,
-            with_all_it_started=True,
             output=output,
         )
         return done.status

@@ -106,6 +106,18 @@ def test_files_are_there_before_the_program_and_tests_only_after_it(
     assert told.endswith("/inner\n")
 
 
+@pytest.mark.parametrize("program", ["rm -rf $PWD", "mv ../work ../gone", "rm -rf $HOME", "rm -rf ../../work ../home"])
+def test_a_program_that_removes_its_folder_or_home_is_judged(program: str, run: Run, tmp_path: Path) -> None:
+    (tmp_path / "check").write_text("echo checked")
+    agent = lrl.CommandAgent(f"sh -c '{program}'", reward="sh check && ls answer", sandbox={"tests": str(tmp_path)})
+    assert run(agent, TASK).returned == 0.0
+
+
+def test_a_program_that_leaves_a_file_in_the_place_of_its_home_has_failed_itself(run: Run) -> None:
+    with pytest.raises(CommandError, match=r"left something else in the place of .*: nothing is judged"):
+        run(lrl.CommandAgent("sh -c 'rm -rf $HOME; touch $HOME'", reward="true"), TASK)
+
+
 def test_a_program_whose_time_is_over_is_judged_by_what_it_did(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     agent = lrl.CommandAgent(
         "sh -c 'echo done > answer; sleep 60'", reward="grep done answer", sandbox={"timeout_seconds": 0.5}

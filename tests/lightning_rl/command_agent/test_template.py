@@ -37,6 +37,17 @@ def test_a_name_that_there_is_not_is_an_error(task: object) -> None:
             filled(text, Values(task, LLM_OF_TEST))
 
 
+def test_files_are_texts_by_name() -> None:
+    def of(files: object) -> dict[str, str]:
+        return Values({"files": files}, LLM_OF_TEST).files()
+
+    assert of({"a.py": "1", "b.py": None}) == {"a.py": "1"}, "as a table of tasks has them"
+    assert of(None) == of({}) == Values("text", LLM_OF_TEST).files() == {}
+    for wrong in ([["a.py", "1"]], {"a.py": 1}, "a.py"):
+        with pytest.raises(CommandError, match="the task's `files` are texts by name"):
+            of(wrong)
+
+
 @given(st.text())
 def test_whatever_a_task_says_is_one_word_of_a_shell(said: str) -> None:
     words = shlex.split(filled("test {said} = x", Values({"said": said}, LLM_OF_TEST), quote=shlex.quote))

@@ -18,6 +18,7 @@ from pyarrow import parquet
 from lightning_rl.data import DataError, load_tasks
 
 MAP = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+OF_DAYS = pyarrow.map_(pyarrow.date32(), pyarrow.int64())
 TASKS: list[Any] = [{"q": "one", "n": 1}, {"q": "zwei ü", "n": 2}, {"q": "three", "n": 3}]
 json_values = st.recursive(
     st.none()
@@ -193,10 +194,12 @@ def test_integers_of_any_size_are_exact(tmp_path: Path) -> None:
 def test_parquet_values_become_json(tmp_path: Path) -> None:
     noon = datetime(2024, 2, 29, 12, tzinfo=UTC)
     columns = {"when": [noon], "price": [Decimal("12.50")], "vectors": [[[1.5, 2.5], []]], "none": [None]}
-    parquet.write_table(pyarrow.table(columns | {"map": pyarrow.array([[("k", 1)]], MAP)}), tmp_path / "a.parquet")
+    columns |= {"map": pyarrow.array([[("k", 1)]], MAP), "of_days": pyarrow.array([[(noon.date(), 1)]], OF_DAYS)}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "a.parquet")
     [task] = load_tasks(tmp_path / "a.parquet")
     assert task == {
-        "when": noon.isoformat(), "price": "12.50", "vectors": [[1.5, 2.5], []], "none": None, "map": [["k", 1]]
+        "when": noon.isoformat(), "price": "12.50", "vectors": [[1.5, 2.5], []], "none": None, "map": {"k": 1},
+        "of_days": [["2024-02-29", 1]],
     }  # fmt: skip
     assert json.loads(json.dumps(task)) == task
 

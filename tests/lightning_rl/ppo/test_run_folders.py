@@ -12,7 +12,7 @@ import lightning_rl as lrl
 from lightning_rl.cli.train import _plan
 from lightning_rl.config import ConfigError, compose, to_yaml
 from lightning_rl.config.schema import TrainConfig
-from lightning_rl.ppo.run_state import another_model
+from lightning_rl.ppo.run_state import changes_to_warn_of
 from lightning_rl.telemetry.generations import Generations
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trainer import RunFolderUsed
@@ -118,12 +118,16 @@ def test_a_path_that_is_not_read_is_reported(tmp_path: Path, caplog: pytest.LogC
     assert "trainer.resume_from_path=checkpoints/ is not read: trainer.resume_mode is auto" in caplog.text
 
 
-def test_a_run_that_goes_on_with_another_model_is_told_whose_weights_it_has(tmp_path: Path) -> None:
-    def told(**model: Any) -> str | None:
-        return another_model(compose({"actor_rollout_ref": {"model": model}}), tmp_path)
+def test_a_run_that_goes_on_with_another_model_or_order_of_tasks_is_told_so(tmp_path: Path) -> None:
+    def told(data: dict[str, Any] | None = None, **model: Any) -> list[str]:
+        given = {"actor_rollout_ref": {"model": {"path": "old"} | model}, "data": data or {}}
+        return list(changes_to_warn_of(compose(given), tmp_path))
 
-    assert told(path="new") is None
+    assert told(path="new") == []
     (tmp_path / "config.yaml").write_text(to_yaml(compose({"actor_rollout_ref": {"model": {"path": "old"}}})))
-    assert told(path="old") is None
-    assert told(path="new", lora_rank=4) is None
-    assert "model.path=new changes no weights of a run that goes on" in (told(path="new") or "")
+    assert told() == told(path="new", lora_rank=4) == []
+    [model] = told(path="new")
+    assert "model.path=new changes no weights of a run that goes on" in model
+    [size, seed] = told({"train_batch_size": 5, "seed": 7})
+    assert size.startswith("data.train_batch_size=5 (it was 32) puts the tasks into another order")
+    assert seed.startswith("data.seed=7 (it was ")

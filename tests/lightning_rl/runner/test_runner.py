@@ -156,6 +156,30 @@ def test_a_stopped_runner_gives_its_rollout_back_and_leaves_no_process(server, t
         assert gone(pid)
 
 
+def test_agents_of_a_stopped_runner_clean_up(server, tmp_path) -> None:
+    async def agent(task, llm):
+        import asyncio
+        import pathlib
+
+        pathlib.Path(task).write_text("begun")
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            await asyncio.sleep(0.2)  # as long as it takes to close a sandbox
+            pathlib.Path(task).write_text("closed")
+
+    paths = [tmp_path / name for name in "ab"]
+    rollouts = server.store.enqueue([RolloutRequest(task=str(path)) for path in paths])
+    with launch(2, as_agent(agent), server.url, server.runner_key, log_dir=tmp_path) as working:
+        while not all(path.exists() for path in paths):
+            working.check()
+    assert [path.read_text() for path in paths] == ["closed", "closed"]
+    assert "CancelledError" not in "".join(log.read_text() for log in tmp_path.rglob("runner*.log"))
+    for rollout in rollouts:
+        assert server.store.rollout(rollout.rollout_id).status == "queued"
+        server.store.cancel(rollout.rollout_id)
+
+
 def gone(pid: int) -> bool:
     """Whether the process has ended (one that nobody has waited for yet has)."""
     try:

@@ -39,7 +39,7 @@ class TestLocal(SandboxContract):
         async def use(box: Sandbox) -> tuple[str, int]:
             status, printed = await ran(box, "sh", "-c", script)
             assert status == 0
-            return box.home, int(printed.split()[-1])
+            return box.home, next(int(word) for word in printed.split() if word.isdigit())
 
         home, left = self.inside(use)
         assert not Path(home).parent.exists()
