@@ -192,8 +192,13 @@ class _Runner:
             self._in_vain = 0 if "finished" in self.child.told else self._in_vain + 1
             if self._in_vain > _RESTARTS:
                 raise ChildDied(f"a runner died {self._in_vain} times and no rollout ended meanwhile: {died}")
+            ended = self._lose_claims(self._present)
+            if self._left is not None:
+                self._left -= ended
+            if self.done:
+                _log.warning("a runner died, and with it the last try of its last rollout%s. %s", self._hint(), died)
+                return
             _log.warning("a runner died; it is started anew, and its rollouts are retried%s. %s", self._hint(), died)
-            self._lose_claims(self._present)
             self._next()
 
     def _hint(self) -> str:
@@ -247,11 +252,14 @@ class _Runner:
             self._name,
         )
 
-    def _lose_claims(self, process: _RunnerChild) -> None:
+    def _lose_claims(self, process: _RunnerChild) -> int:
+        """Have the rollouts of a process that died retried; how many have ended, since this was their last try."""
         try:
-            self._store.workers_died([process.worker_id])
+            moved = self._store.workers_died([process.worker_id])
         except StoreError as error:
             _log.warning("the rollouts of %s are retried only when their leases are over: %s", self._name, error)
+            return 0
+        return sum(rollout.ended_at is not None for rollout in moved)
 
 
 @contextmanager
@@ -269,8 +277,8 @@ def launch(
 
     There are fewer while the server holds rollouts back because the engines bear no more (`server.admission`).
     `key` is a runner key of the server at `url`. Each process logs to `log_dir`/runner-<number>.log. With `isolation`
-    "process" each rollout runs in a process of its own, forked from these. `most` rollouts are taken in all where it
-    is given. Raises CannotIsolate where isolation cannot be.
+    "process" each rollout runs in a process of its own, forked from these. `most` rollouts end here in all where it is
+    given. Raises CannotIsolate where isolation cannot be.
     """
     payload = payload_of(pickled(agent), url, key, isolation=isolation)
     processes = cores() if most is None else min(cores(), most)

@@ -33,13 +33,13 @@ _log = logging.getLogger(__name__)
 
 class Result(NamedTuple):
     """How the attempt of `claim` ended, what it printed and emitted; `over` is called with whether the server has taken
-    the result."""
+    the result, and whether its rollout is tried again."""
 
     claim: Claim
     ending: Ending
     log: Log | None
     spans: Sequence[SpanBatch]
-    over: Callable[[bool], None]
+    over: Callable[[bool, bool], None]
 
 
 @dataclass(eq=False)  # two groups are never the same one
@@ -112,7 +112,7 @@ class Results:
     def _tell(self, group: _Group) -> None:
         results = group.results
         try:
-            self._report(results)
+            again = self._report(results)
         except Unreachable as away:
             names = ", ".join(result.ending.rollout_id for result in results)
             _log.warning("not finished yet: rollouts %s: %s", names, away)
@@ -123,10 +123,10 @@ class Results:
                     self._tell(_Group([result]))
             else:
                 _log.warning("dropped the result of rollout %s: %s", results[0].ending.rollout_id, refused)
-                results[0].over(False)
+                results[0].over(False, False)
         else:
             for result in results:
-                result.over(True)
+                result.over(True, result.ending.rollout_id in again)
 
     def _keep(self, group: _Group) -> None:
         """Tell those again later that are still ours."""
@@ -136,11 +136,12 @@ class Results:
             if not self._stop.is_set() and self._active.holds(result.claim):
                 again.results.append(result)
             else:
-                result.over(False)
+                result.over(False, False)
         if again.results:
             self._again.append(again)
 
-    def _report(self, results: Sequence[Result]) -> None:
+    def _report(self, results: Sequence[Result]) -> Sequence[str]:
+        """Tell how attempts ended; the rollouts that are tried again."""
         endings = [result.ending for result in results]
         logs = [
             AttemptLog(rollout_id=ending.rollout_id, attempt_id=ending.attempt_id, log=result.log)
@@ -150,9 +151,9 @@ class Results:
         if logs:
             self._store.add_logs(logs)
         try:
-            self._store.finish_many(endings)
+            return self._store.finish_many(endings).again
         except Invalid as error:
             if len(results) > 1:
                 raise
             refused = Finish(status="failed", error=error_info(error, results[0].claim))
-            self._store.finish_many([msgspec.structs.replace(endings[0], finish=refused, rewards=[])])
+            return self._store.finish_many([msgspec.structs.replace(endings[0], finish=refused, rewards=[])]).again

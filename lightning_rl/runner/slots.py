@@ -1,8 +1,8 @@
 """How many more rollouts a process may begin.
 
 Invariant: a slot is free, taken, or freed for good: a process that retires takes no more rollouts, and tells its
-parent of each that it will not use again, so that the next process may. It retires by itself once it has begun as many
-rollouts as it may.
+parent of each that it will not use again, so that the next process may. It retires by itself once as many rollouts
+have ended in it as may.
 """
 
 import threading
@@ -15,7 +15,7 @@ _GATHER_SECONDS = 0.005  # rollouts end nearly together: engines sample them in 
 class Slots:
     """The slots of one process; safe to share between threads.
 
-    `most`: rollouts that may begin in all; None: no end of them. `ended` is called with how many of these have ended.
+    `most`: rollouts that are to end here in all; None: no end of them. `ended` is called with how many have ended.
     `freed` is called with the number of all slots that were freed so far, each time after one was; `empty` when a
     process that retired has freed all.
     """
@@ -31,7 +31,7 @@ class Slots:
     ) -> None:
         self._changed = threading.Condition()
         self._free = self._all = number
-        self._freed = self._taken = self._begun = self._ended = 0
+        self._freed = self._taken = self._ended = 0
         self._most = most
         self._retired = self._closed = False
         self._tell_freed = freed
@@ -75,20 +75,18 @@ class Slots:
                 self._taken -= number
                 self._return(number)
 
-    def begun(self) -> None:
-        """There is a rollout for one that was taken."""
+    def give_back(self, *, ended: bool = True) -> None:
+        """The rollout of one has `ended`, or is tried again, here or elsewhere."""
         with self._changed:
-            self._begun += 1
-            last = self._begun == self._most
+            if ended:
+                self._ended += 1
+                self._tell_ended(self._ended)
+            else:
+                self._taken -= 1
+            last = ended and self._ended == self._most
+            self._return(1)
         if last:
             self.retire()
-
-    def give_back(self) -> None:
-        """The rollout of one has ended."""
-        with self._changed:
-            self._ended += 1
-            self._tell_ended(self._ended)
-            self._return(1)
 
     def add(self, number: int) -> None:
         """There are more."""

@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from lightning_rl.runner import output_capture
 from lightning_rl.runner.executors import AgentRun, Executor
@@ -91,7 +92,6 @@ class Worker:
                 if self._stop.is_set():  # it came too late
                     self._refuse(claim)
                 else:
-                    self._slots.begun()
                     self.begin(claim)
 
     def _claimed(self, number: int) -> list[Claim]:
@@ -170,14 +170,14 @@ class Worker:
             finish=outcome.finish,
             rewards=list(outcome.rewards),
         )
-        self._results.put(Result(claim, ending, running.log(), outcome.spans, lambda taken: self._over(claim, taken)))
+        self._results.put(Result(claim, ending, running.log(), outcome.spans, partial(self._over, claim)))
 
-    def _over(self, claim: Claim, taken: bool) -> None:
+    def _over(self, claim: Claim, taken: bool, again: bool) -> None:
         if taken:
             self._finished()
         self._active.remove(claim)
         del self._running[claim.attempt.attempt_id]
-        self._slots.give_back()
+        self._slots.give_back(ended=not again)
 
     def _keep(self, running: _Running, log: Log | None) -> None:
         if log is not None:

@@ -45,9 +45,10 @@ class LeasesAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttemptsAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Attempts."""
+    """Attempts that have ended; `again` has the ids of those of their rollouts that are to be tried again."""
 
     attempts: list[Attempt]
+    again: list[str] = []
 
 
 class LogsAnswer(msgspec.Struct, frozen=True, kw_only=True):

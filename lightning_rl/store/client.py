@@ -239,14 +239,14 @@ class HttpStore:
         path = _attempt_path(rollout_id, attempt_id)
         return self._call("POST", f"{path}/finish", finish, Attempt)
 
-    def finish_many(self, endings: Sequence[Ending]) -> list[Attempt]:
+    def finish_many(self, endings: Sequence[Ending]) -> AttemptsAnswer:
         """`add_rewards` and `finish` of many attempts, all of them or none.
 
         An error names the rollout that is refused; the others may be finished without it. None of them takes calls any
         more.
         """
         named = [msgspec.structs.replace(ending, rewards=_named(ending.rewards)) for ending in endings]
-        return self._call("POST", "/attempts/finish", {"attempts": named}, AttemptsAnswer).attempts
+        return self._call("POST", "/attempts/finish", {"attempts": named}, AttemptsAnswer)
 
     def add_log(self, rollout_id: str, attempt_id: str, log: Log) -> None:
         """Keep what an attempt printed, which may have ended; the first log of an attempt stays."""

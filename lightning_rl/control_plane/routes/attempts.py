@@ -103,7 +103,8 @@ async def finish_attempts(
     server.notify(rollout for rollout, _ in outcomes)
     for ending, outcome in zip(endings, outcomes, strict=True):
         _check_stored(ending.finish, *outcome)
-    return AttemptsAnswer(attempts=[attempt for _, attempt in outcomes])
+    again = [rollout.rollout_id for rollout, _ in outcomes if rollout.ended_at is None]
+    return AttemptsAnswer(attempts=[attempt for _, attempt in outcomes], again=again)
 
 
 def _check_stored(finish: Finish, rollout: Rollout, attempt: Attempt) -> None:

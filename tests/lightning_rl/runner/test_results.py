@@ -10,7 +10,8 @@ import pytest
 from lightning_rl.runner.leases import ActiveClaims
 from lightning_rl.runner.outcome import SpanBatch
 from lightning_rl.runner.results import Result, Results
-from lightning_rl.store.contract import Attempt, AttemptLog, Claim, Ending, Finish, Log, RolloutRequest
+from lightning_rl.store.answers import AttemptsAnswer
+from lightning_rl.store.contract import AttemptLog, Claim, Ending, Finish, Log, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid, Unreachable
 from lightning_rl.store.sql import SqlStore
 
@@ -24,11 +25,11 @@ class Server:
         self.requests: list[list[str]] = []
         self.logs: list[list[str]] = []  # of a request each
 
-    def finish_many(self, endings: Sequence[Ending]) -> list[Attempt]:
+    def finish_many(self, endings: Sequence[Ending]) -> AttemptsAnswer:
         self.requests.append([ending.rollout_id for ending in endings])
         if self.troubles and (trouble := self.troubles.pop(0)) is not None:
             raise trouble
-        return [attempt for _, attempt in self.store.finish_many(endings)]
+        return AttemptsAnswer(attempts=[attempt for _, attempt in self.store.finish_many(endings)])
 
     def add_logs(self, logs: Sequence[AttemptLog]) -> None:
         self.logs.append([f"{each.rollout_id}: {each.log.stdout}" for each in logs])
@@ -58,7 +59,7 @@ class World:
             attempt_id=claim.attempt.attempt_id,
             finish=Finish(**{"status": "succeeded", "reward": 1.0} | finish),
         )
-        return Result(claim, ending, log, [SpanBatch(1, b"")], self.over[rollout_id].append)
+        return Result(claim, ending, log, [SpanBatch(1, b"")], lambda taken, _: self.over[rollout_id].append(taken))
 
     def send(self, results: Sequence[Result]) -> None:
         for result in results:

@@ -143,7 +143,7 @@ class OverHttp:
         return Rollout(**{name: getattr(detail, name) for name in Rollout.__struct_fields__}), attempt
 
     def finish_many(self, endings: Sequence[Ending]) -> list[tuple[Rollout, Attempt]]:
-        attempts = self._runner.finish_many(endings)
+        attempts = self._runner.finish_many(endings).attempts
         details = [self._admin.rollout(attempt.rollout_id) for attempt in attempts]
         rollouts = [Rollout(**{name: getattr(one, name) for name in Rollout.__struct_fields__}) for one in details]
         return list(zip(rollouts, attempts, strict=True))
