@@ -13,7 +13,8 @@ from lightning_rl.agents.resources import LLM
 from lightning_rl.command_agent import harbor
 from lightning_rl.command_agent.programs import settings_of
 from lightning_rl.command_agent.reward import REWARD_VARIABLE, judged, reward_of
-from lightning_rl.command_agent.template import CommandError, Values, check, filled, is_the_same_for_all
+from lightning_rl.command_agent.script import check_scripts, filled_words
+from lightning_rl.command_agent.template import CommandError, Values, check, is_the_same_for_all
 from lightning_rl.command_agent.workspace import Workspace, existing, prepared, print_as_it_comes
 from lightning_rl.config.schema import SandboxSection
 from lightning_rl.sandboxes import NOT_FOUND, Sandbox, SandboxUnusable, sandbox_class
@@ -59,6 +60,7 @@ class CommandAgent(Agent):
         self.model_context_window = model_context_window
         self.__name__ = command
         self._words = check(command, local=self.sandbox.kind == "local")
+        check_scripts(self._words)
         for key, source in (("sandbox.files", self.sandbox.files), ("sandbox.tests", self.sandbox.tests)):
             if source is not None and is_the_same_for_all(source):
                 existing(source, key)
@@ -93,10 +95,14 @@ class CommandAgent(Agent):
             await box.write(path, text.encode())
         file = f"{box.home}/reward-{uuid.uuid4().hex}"
         variables = own.variables | space.environment | ({REWARD_VARIABLE: file} if own_reward else {})
-        words = [filled(word, space.values) for word in self._words]
+        words, fields = filled_words(self._words, space.values)
         seconds = space.settings.timeout_seconds
         status = await box.run(
-            words, environment=variables, folder=space.folder, timeout_seconds=seconds, output=print_as_it_comes
+            words,
+            environment=variables | fields,
+            folder=space.folder,
+            timeout_seconds=seconds,
+            output=print_as_it_comes,
         )
         if status in NOT_FOUND:
             raise CommandError(f"the program {words[0]!r} cannot be run (status {status}): is it in the sandbox?")

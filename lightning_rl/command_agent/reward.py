@@ -4,13 +4,13 @@ Invariant: a reward comes from what the program did, or there is an error. Tests
 """
 
 import json
-import shlex
 import uuid
 from typing import Any
 
 import msgspec
 
 from lightning_rl.command_agent import harbor
+from lightning_rl.command_agent.script import filled_script
 from lightning_rl.command_agent.template import CommandError, filled
 from lightning_rl.command_agent.workspace import Workspace, copy, folder_of, restored, shell
 from lightning_rl.sandboxes import NOT_FOUND
@@ -30,8 +30,8 @@ async def judged(space: Workspace, task: Any, reward: str, of_harbor: "harbor.Ha
     # Names that the program cannot know, so that it writes no reward of its own.
     file, about = (f"{box.home}/{name}-{uuid.uuid4().hex}" for name in ("reward", "task"))
     await box.write(about, json.dumps(task).encode())
-    told = {REWARD_VARIABLE: file, TASK_VARIABLE: about}
-    status = await shell(space, filled(reward, space.values, quote=shlex.quote), told)
+    script, variables = filled_script(reward, space.values)
+    status = await shell(space, script, {**variables, REWARD_VARIABLE: file, TASK_VARIABLE: about})
     if status in NOT_FOUND:
         raise CommandError(f"reward.command: {reward!r} cannot be run (status {status}): is it in the sandbox?")
     return reward_of(await box.read(file), status)

@@ -4,14 +4,14 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lightning_rl.agents.resources import LLM
 from lightning_rl.agents.task_fields import LoopTaskError, messages_of
 from lightning_rl.errors import Explained
 
-_PLACE = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{([A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*)\}")
+PLACE = re.compile(r"\{\{|\}\}|\$\{[^}]*\}|\{([A-Za-z_][A-Za-z0-9_-]*(?:\.[A-Za-z0-9_-]+)*)\}")
 _OF_AN_LLM = ("model", "base_url", "anthropic_base_url", "endpoint", "api_key")
 _PROMPT = "prompt"
 _FILES = "files"
@@ -29,7 +29,17 @@ class Values:
         self._llm = llm
 
     def __getitem__(self, name: str) -> str:
-        """Raises CommandError for a name that there is not."""
+        """Raises CommandError for a name that there is not, and for a text that no program can be given."""
+        found = self._text(name)
+        if "\0" in found:
+            raise CommandError(f"{{{name}}} of the task has the character NUL, which no program can be given")
+        try:
+            found.encode()
+        except UnicodeEncodeError as error:
+            raise CommandError(f"{{{name}}} of the task is no text that UTF-8 has: {error}") from error
+        return found
+
+    def _text(self, name: str) -> str:
         first, _, rest = name.partition(".")
         if first == "llm" and rest in _OF_AN_LLM:
             return str(getattr(self._llm, rest))
@@ -42,7 +52,7 @@ class Values:
                     f"{{{name}}} is no field of the task, {self._told()}; a brace that is meant is doubled"
                 )
             found = found[part]
-        return found if isinstance(found, str) else json.dumps(found)
+        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
 
     def files(self) -> dict[str, str]:
         """The task's `files`, by name, where it has any; a name without a text, as tables have them, is none.
@@ -60,7 +70,7 @@ class Values:
             last = messages_of(self._task)[-1]["content"]
         except LoopTaskError as error:
             raise CommandError(f"{{prompt}} is no field of the task, {self._told()}") from error
-        return last if isinstance(last, str) else "".join(part.get("text", "") for part in last)
+        return last if isinstance(last, str) else "".join(part.get("text") or "" for part in last or ())
 
     def _told(self) -> str:
         if isinstance(self._task, Mapping):
@@ -68,20 +78,20 @@ class Values:
         return f"which is a {type(self._task).__name__}"
 
 
-def filled(text: str, values: Values, *, quote: Callable[[str], str] = str) -> str:
+def filled(text: str, values: Values) -> str:
     """The text with its places filled. A shell's own `${NAME}` stays as it is."""
 
     def one(place: re.Match[str]) -> str:
         if place[1] is not None:
-            return quote(values[place[1]])
+            return values[place[1]]
         return place[0] if place[0].startswith("$") else place[0][0]
 
-    return _PLACE.sub(one, text)
+    return PLACE.sub(one, text)
 
 
 def is_the_same_for_all(text: str) -> bool:
     """Whether no place of the text is filled by a task."""
-    return all(place[1] is None for place in _PLACE.finditer(text))
+    return all(place[1] is None for place in PLACE.finditer(text))
 
 
 def check(command: str, *, local: bool) -> list[str]:
@@ -93,7 +103,7 @@ def check(command: str, *, local: bool) -> list[str]:
         raise CommandError(f"command={command}: {error}") from error
     if not words:
         raise CommandError("command: it is empty; name a program with its arguments, such as 'claude -p {prompt}'")
-    if local and not _PLACE.search(words[0]) and "/" not in words[0] and shutil.which(words[0]) is None:
+    if local and not PLACE.search(words[0]) and "/" not in words[0] and shutil.which(words[0]) is None:
         raise CommandError(
             f"command={command}: there is no program {words[0]!r} on the PATH; install it, or say which sandbox has it"
         )

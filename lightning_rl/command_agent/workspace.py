@@ -2,7 +2,6 @@
 
 import asyncio
 import io
-import shlex
 import sys
 import tarfile
 import uuid
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from lightning_rl.command_agent.script import filled_script
 from lightning_rl.command_agent.template import CommandError, Values, filled
 from lightning_rl.config.schema import SandboxSection
 from lightning_rl.sandboxes import Sandbox, SandboxError
@@ -34,7 +34,7 @@ async def prepared(box: Sandbox, settings: SandboxSection, values: Values) -> Wo
     for name, text in values.files().items():
         await box.write(f"{folder}/{name}", text.encode())
     if settings.setup is not None:
-        status = await shell(space, filled(settings.setup, values, quote=shlex.quote))
+        status = await shell(space, *filled_script(settings.setup, values))
         if status != 0:
             raise CommandError(f"sandbox.setup ended with status {status}: what it printed is in the rollout's log")
     return space

@@ -1,10 +1,6 @@
 """Places in commands: what fills them, and what stays."""
 
-import shlex
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lightning_rl.agents.resources import LLM
 from lightning_rl.command_agent.template import CommandError, Values, filled
@@ -46,9 +42,3 @@ def test_files_are_texts_by_name() -> None:
     for wrong in ([["a.py", "1"]], {"a.py": 1}, "a.py"):
         with pytest.raises(CommandError, match="the task's `files` are texts by name"):
             of(wrong)
-
-
-@given(st.text())
-def test_whatever_a_task_says_is_one_word_of_a_shell(said: str) -> None:
-    words = shlex.split(filled("test {said} = x", Values({"said": said}, LLM_OF_TEST), quote=shlex.quote))
-    assert words == ["test", said, "=", "x"]

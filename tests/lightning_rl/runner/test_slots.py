@@ -97,8 +97,8 @@ def agent(task, llm):
 
 
 def test_a_runner_ends_when_its_rollouts_have_also_where_a_process_died_or_an_agent_hung(server, tmp_path) -> None:
-    """Four of the six: the first kills its process and is tried again here, as the second is, whose machine is gone; the
-    third hangs on past its time."""
+    """Four of the six: the first kills its process and is tried again here, as is the second, whose machine is gone;
+    the third hangs on past its time."""
     tasks = [str(tmp_path / "killed"), [str(tmp_path / "gone")], 1.5, 0, 1, 2]
     limits = [RolloutConfig(timeout_seconds=1 if isinstance(task, float) else None) for task in tasks]
     requests = [RolloutRequest(task=task, config=config) for task, config in zip(tasks, limits, strict=True)]
