@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from opentelemetry import context, trace
 from opentelemetry.util.types import AttributeValue
 
-from lightning_rl.store.contract import Reward
+from lightning_rl.store.contract import ErrorInfo, Reward
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.text import encodable
 
@@ -31,13 +31,15 @@ class Emitted:
     """What the attempt has emitted so far; safe to share between threads.
 
     `rewards` are the attempt's own, by name, the last of a name. `call_rewards` are those of single calls; their ids
-    are the same however often they are posted. `spans` have ended.
+    are the same however often they are posted. `spans` have ended. `trouble` is why the attempt's reward may say
+    nothing of its agent, where something went wrong and it was judged all the same.
     """
 
     def __init__(self, rollout_id: str, attempt_id: str) -> None:
         self.rewards: dict[str, float] = {}
         self.call_rewards: list[Reward] = []
         self.spans: list[ReadableSpan] = []
+        self.trouble: ErrorInfo | None = None
         # All that is emitted outside of anybody's span is one trace, whatever thread it is in.
         self.trace_id = int.from_bytes(hashlib.blake2b(attempt_id.encode(), digest_size=16).digest())
         self._rollout_id = rollout_id

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from lightning_rl.agents.agent import Agent
+from lightning_rl.agents.emitted import running
 from lightning_rl.agents.resources import LLM
 from lightning_rl.command_agent import harbor
 from lightning_rl.command_agent.programs import settings_of
@@ -18,6 +19,7 @@ from lightning_rl.command_agent.template import CommandError, Values, check, is_
 from lightning_rl.command_agent.workspace import Workspace, existing, prepared, print_as_it_comes
 from lightning_rl.config.schema import SandboxSection
 from lightning_rl.sandboxes import NOT_FOUND, Sandbox, SandboxUnusable, sandbox_class
+from lightning_rl.store.contract import ErrorInfo
 
 _LOOPBACK = ("127.0.0.1", "localhost", "::1", "0.0.0.0")
 
@@ -106,10 +108,11 @@ class CommandAgent(Agent):
         )
         if status in NOT_FOUND:
             raise CommandError(f"the program {words[0]!r} cannot be run (status {status}): is it in the sandbox?")
-        if status is None:
-            print_as_it_comes(f"[{words[0]} was ended after {seconds:g} s]\n")
-        elif status:
-            print_as_it_comes(f"[{words[0]} ended with status {status}]\n")
+        if status != 0:
+            ended = f"was ended after {seconds:g} s" if status is None else f"ended with status {status}"
+            print_as_it_comes(f"[{words[0]} {ended}]\n")
+            if (emitted := running()) is not None:
+                emitted.trouble = ErrorInfo(type="ProgramFailed", message=f"the program {words[0]!r} {ended}")
         return reward_of(await box.read(file), status) if own_reward else None
 
 

@@ -160,7 +160,11 @@ class RolloutDetail(Rollout, frozen=True, kw_only=True):
 
 
 class Finish(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How an attempt ended, by its worker. A dict of rewards has one named "reward"."""
+    """How an attempt ended, by its worker. A dict of rewards has one named "reward".
+
+    The `error` of one that succeeded is why its reward may say nothing of the agent: it counts where the gateway had
+    failed with a call of the attempt, and is else not kept.
+    """
 
     status: Literal["succeeded", "failed"]
     reward: float | dict[str, float] | None = None

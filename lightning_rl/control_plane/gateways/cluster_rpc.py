@@ -59,9 +59,11 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
     def verdict(self, finish: Finish) -> ErrorInfo | None:
         """Why the attempt has failed by infrastructure, whatever its worker says; None where the worker's word holds.
 
-        An agent that failed after a failure of its gateway is not blamed, whatever it raised.
+        An agent that failed after a failure of its gateway is not blamed, whatever it raised. Nor is a program that
+        ended with an error and was judged all the same.
         """
-        if self.lack is not None or self.failure is None or finish.status != "failed":
+        well = finish.status == "succeeded" and finish.error is None
+        if self.lack is not None or self.failure is None or well:
             return self.lack
         error = finish.error or ErrorInfo(type="AgentFailed", message="the agent failed")
         if error.infrastructure:

@@ -165,7 +165,8 @@ class EndingOperations(ClaimOperations):
             if lack is not None:
                 return self._end(connection, rollout, row, "failed", lack, rewards_by_name(emitted, {}), body)
             named = rewards_by_name(emitted, returned)
-            return self._end(connection, rollout, row, finish.status, finish.error, named, body)
+            error = finish.error if finish.status == "failed" else None
+            return self._end(connection, rollout, row, finish.status, error, named, body)
         if row.finish_body is None or not same_body(row.finish_body, body):
             raise Conflict(
                 f"attempt {row.attempt_id} of rollout {rollout.rollout_id} has already ended, "

@@ -122,8 +122,11 @@ def test_a_program_whose_time_is_over_is_judged_by_what_it_did(run: Run, capsys:
     agent = lrl.CommandAgent(
         "sh -c 'echo done > answer; sleep 60'", reward="grep done answer", sandbox={"timeout_seconds": 0.5}
     )
-    assert run(agent, TASK).returned == 1.0
+    done = run(agent, TASK)
+    assert done.returned == 1.0
     assert "ended after 0.5 s" in capsys.readouterr().out
+    assert done.emitted.trouble is not None
+    assert done.emitted.trouble.message == "the program 'sh' was ended after 0.5 s"
 
 
 def test_coding_agents_find_what_they_read(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

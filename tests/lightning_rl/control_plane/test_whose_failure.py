@@ -18,6 +18,7 @@ from lightning_rl.control_plane.launch import launch
 from lightning_rl.runner.error_classification import error_info
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Attempt, Claim, ErrorInfo, Finish, RolloutConfig, RolloutRequest
+from lightning_rl.store.errors import Conflict
 from tests.lightning_rl.control_plane.test_killed import Streams, engine
 from tests.lightning_rl.control_plane.test_process import policy_of
 
@@ -123,6 +124,32 @@ def test_an_agent_whose_call_was_answered_in_the_end_fails_by_itself(server, bro
     by_requests(*door(claim))
     stored = server.failed(claim, ValueError("a bug of the agent"))
     assert (stored.error.infrastructure, server.status(claim)) == (False, "failed")
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_program_that_ended_with_an_error_is_judged_unless_the_gateway_had_failed(server, broken, fails) -> None:
+    claim = server.claim()
+    place = claim.rollout.rollout_id, claim.attempt.attempt_id
+    broken(fails)
+    try:
+        by_requests(*door(claim))
+    except requests.HTTPError:
+        assert fails
+    ended = ErrorInfo(type="ProgramFailed", message="the program 'claude' ended with status 1")
+    finish = Finish(status="succeeded", reward=0.0, error=ended)
+    if not fails:
+        stored = server.store.finish(*place, finish)
+        assert (stored.status, stored.error, stored.reward, server.status(claim)) == (
+            "succeeded",
+            None,
+            0.0,
+            "succeeded",
+        )
+        return
+    with pytest.raises(Conflict, match=r"'claude' ended with status 1 .*the gateway had failed with a call"):
+        server.store.finish(*place, finish)
+    assert server.status(claim) == "queued", "it is tried again"
+    server.store.cancel(claim.rollout.rollout_id)
 
 
 def test_a_refused_request_is_the_agents(server) -> None:
