@@ -13,7 +13,15 @@ _FORMS: dict[str, Literal["parquet", "jsonl"]] = {".parquet": "parquet", ".jsonl
 
 def run(
     run_dir: Annotated[Path, typer.Argument(help="The run's folder.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The file; in a folder, WHAT.parquet or WHAT.jsonl.")],
+    output: Annotated[
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="<path>",
+            help="The file; in a folder (FOLDER/ is made), WHAT.parquet or WHAT.jsonl.",
+        ),
+    ],
     form: Annotated[
         Literal["parquet", "jsonl", "otlp"] | None,
         typer.Option("--format", help="By default by the file's name. otlp: OTLP/JSON, a request a line."),
@@ -41,8 +49,11 @@ def run(
     if pairs and what not in (None, "pairs"):
         raise NotExported(f"--pairs and --what {what} ask for two things: leave one out")
     chosen = ("pairs" if pairs else what) or ("spans" if form == "otlp" else "rollouts")
-    if form is None and not output.is_dir() and output.suffix not in _FORMS:
+    to = Path(output)
+    if output.endswith("/"):
+        to.mkdir(parents=True, exist_ok=True)
+    if form is None and not to.is_dir() and to.suffix not in _FORMS:
         raise NotExported(f"--output {output} ends with neither {' nor '.join(_FORMS)}: name the --format")
-    written_as = form or _FORMS.get(output.suffix, "jsonl")
-    file, count = export(run_dir, chosen, written_as, output, mode=mode, limit=limit)
+    written_as = form or _FORMS.get(to.suffix, "jsonl")
+    file, count = export(run_dir, chosen, written_as, to, mode=mode, limit=limit)
     typer.echo(f"{count} {chosen} in {file} ({file.stat().st_size / MIB:.1f} MiB)")

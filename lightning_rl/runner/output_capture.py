@@ -16,6 +16,7 @@ from opentelemetry import context
 
 _ENDS = 32 * 1024  # bytes that are kept of the beginning, and of the end
 _LONG_LINE = 8 * 1024  # bytes
+_MOST = 2**20  # bytes of a rollout that go to the log: a program that prints without end fills no disk
 _KEY = context.create_key("lightning_rl.printed")
 _NAME = context.create_key("lightning_rl.rollout")
 
@@ -84,12 +85,14 @@ class RunnerLog:
     """The runner's log, a file descriptor that many rollouts write to at once; safe to share between threads.
 
     Each line begins with the rollout that wrote it, and is written when it is whole; one that is very long in pieces.
+    Of a rollout that prints more than 1 MiB the rest is left out.
     """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self._lock = threading.Lock()
         self._begun: dict[str, bytes] = {}  # lines that are not whole yet, by rollout
+        self._room: dict[str, int] = {}  # bytes that a rollout may yet write
 
     def write(self, data: bytes, name: str) -> None:
         """What this rollout ("": none, which waits for nothing) has printed."""
@@ -97,6 +100,12 @@ class RunnerLog:
             if not name:
                 write_all(self.fd, data)
                 return
+            room = self._room.get(name, _MOST)
+            if room < 0:
+                return
+            self._room[name] = room - len(data)
+            if len(data) > room:
+                data = data[:room] + b"\n[it printed more than 1 MiB: the rest is not in this log]\n"
             whole, newline, rest = (self._begun.pop(name, b"") + data).rpartition(b"\n")
             if len(rest) > _LONG_LINE:
                 whole, newline, rest = whole + newline + rest, b"\n", b""
@@ -108,6 +117,7 @@ class RunnerLog:
     def end(self, name: str) -> None:
         """The rollout prints no more: write what it has begun."""
         with self._lock:
+            self._room.pop(name, None)
             if rest := self._begun.pop(name, b""):
                 self._write_lines(rest, name)
 

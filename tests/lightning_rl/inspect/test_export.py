@@ -258,6 +258,7 @@ def test_the_command_says_how_many_and_where(run_dir: Path) -> None:
     assert command("--format", "otlp", "-o", str(run_dir / "x.jsonl")).startswith("7 spans in")
     assert command("--format", "parquet", "--what", "rows", "-o", str(run_dir)).startswith("4 rows in")
     assert command("-o", str(run_dir / "x.parquet")).startswith("4 rollouts in")
+    assert command("-o", f"{run_dir}/new/").startswith(f"4 rollouts in {run_dir / 'new' / 'rollouts.jsonl'}")
     assert (run_dir / "x.parquet").read_bytes()[:4] == b"PAR1"
     assert msgspec.json.decode((run_dir / "rollouts.jsonl").read_bytes().splitlines()[3])["status"] == "queued"
 

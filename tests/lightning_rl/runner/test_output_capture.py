@@ -138,6 +138,21 @@ def test_a_line_of_the_log_is_one_rollouts_and_is_written_when_it_is_whole() -> 
         ]  # fmt: skip
 
 
+def test_a_rollout_that_prints_without_end_fills_no_log(tmp_path) -> None:
+    with (tmp_path / "log").open("wb") as file:
+        log = output_capture.RunnerLog(file.fileno())
+        for _ in range(40):
+            log.write(b"y\n" * 32768, "r1")
+        log.write(b"hello\n", "r2")
+        log.end("r1")
+        log.write(b"again\n", "r1")
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines.count("r1 | y") == 2**19
+    assert lines[-3:] == [
+        "r1 | [it printed more than 1 MiB: the rest is not in this log]", "r2 | hello", "r1 | again",
+    ]  # fmt: skip
+
+
 def test_a_log_is_kept_of_an_attempt_that_has_ended_and_read_with_the_admin_key_alone(server) -> None:
     from lightning_rl.store.client import HttpStore
     from lightning_rl.store.contract import RolloutRequest
