@@ -24,6 +24,7 @@ from lightning_rl.tools.schemas import tool_schema
 Placed = tuple[BaseTool, str]  # a tool, and where it is declared
 _ENTRY = ("class_name", "config", "tool_schema", "mcp")
 _MCP = ("mcp_servers_config_path", "tool_selected_list")
+_OF_OUR_MCP = ("type", "timeout", "rate_limit")  # another class may read other keys
 _SERVER = ("command", "args", "env", "cwd", "url", "headers", "auth_token")
 _OURS = ("verl.tools.mcp_base_tool.MCPBaseTool", "lightning_rl.tools.mcp_tool.McpTool")
 
@@ -95,6 +96,8 @@ def _mcp(where: str, entry: Mapping[str, Any], folder: Path, servers: dict[str, 
     name = entry.get("class_name")
     made = McpTool if name is None or name in _OURS else _class(where, name, McpTool)
     config = dict(entry.get("config") or {})
+    if made is McpTool:
+        _check_keys(f"{where}: config", config, _OF_OUR_MCP)
     said = entry.get("mcp") or {}
     _check_keys(f"{where}: mcp", said, _MCP)
     tools: list[Placed] = []

@@ -173,6 +173,10 @@ def test_names_in_both_registries_are_one_error_that_names_all(folder: Path) -> 
         ("- class_name: CLASSES.Own\n  config: {type: natve}", "config.type is 'natve'; there are native and mcp"),
         ("- class_name: verl.tools.gsm8k_tool.Gsm8kTool", "is verl's, which is not installed; copy the class into"),
         ("- config: {type: mcp}", "mcp.mcp_servers_config_path is missing"),
+        (
+            "- config: {type: mcp, rate_limitt: 1}",
+            r"tools\[0\]: config: 'rate_limitt' is unknown; did you mean 'rate_limi",
+        ),
         ("  {", "cannot be read"),
     ],
 )
