@@ -123,7 +123,7 @@ def test_a_runner_ends_where_the_death_of_its_process_ended_the_last_rollout(ser
 
         os._exit(3)
 
-    [rollout] = server.store.enqueue([RolloutRequest(task=0, config=RolloutConfig(max_attempts=2))])
+    [rollout] = server.store.enqueue([RolloutRequest(task=0, config=RolloutConfig(max_attempts=1))])
     with launch(1, as_agent(dies), server.url, server.runner_key, log_dir=tmp_path, most=1) as working:
         Asked(server, working, [rollout.rollout_id]).until(lambda: working.done)
     assert server.store.rollout(rollout.rollout_id).status == "failed"
