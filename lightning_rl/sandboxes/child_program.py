@@ -123,10 +123,10 @@ async def _run(
         except OSError as error:
             if error.errno != errno.E2BIG:
                 raise
-            longest = max(map(len, command))
+            longest = max(map(len, [*command, *environment.values()]))
             told = (
-                f"its arguments are longer than the system allows (the longest has {longest:,} characters): let the "
-                "program read a long text from a file, which the task's `files` bring"
+                f"its arguments and variables are longer than the system allows (the longest has {longest:,} "
+                "characters): let the program read a long text from a file, which the task's `files` bring"
             )
             raise OSError(errno.E2BIG, told) from error
         finally:
