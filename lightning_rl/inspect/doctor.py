@@ -333,7 +333,9 @@ def _without_calls(evidence: Evidence) -> Finding | None:
         return None
     do = list(evidence.refused_prompts)
     if not do or sum(evidence.refused_prompts.values()) < evidence.beside_of:
-        do.append("let the agent use llm.base_url and llm.api_key")
+        do.append(
+            "let the agent use llm.base_url and llm.api_key, those of its own rollout: keep no client for another"
+        )
     return _of_rollouts(
         evidence,
         evidence.without_calls,

@@ -39,7 +39,7 @@ from lightning_rl.ppo.privileged import Privileged
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.rl import distillation
-from lightning_rl.rl.advantages import Estimator
+from lightning_rl.rl.advantages import Estimator, OfOutcomes, OfTokens
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.rl.correction import CorrectionRules
 from lightning_rl.rl.distillation import DistillationOptions
@@ -53,7 +53,7 @@ from lightning_rl.training.distributed.placement import Placement
 from lightning_rl.training.optimizer import OptimizerConfig
 from lightning_rl.trajectories.call_filter import selection
 from lightning_rl_adapters.call import Call
-from lightning_rl_adapters.credit import Strategy
+from lightning_rl_adapters.credit import GROUP, Strategy
 from lightning_rl_proxy.rendering.base import Renderer
 from lightning_rl_proxy.rendering.load import load_renderer
 
@@ -110,6 +110,8 @@ def step_rules(
     chosen = selection(algorithm.train_agents, select)
     of_batch, correction = rules(config, credit, estimator), ratio_rules(config)
     check(config, of_batch.estimator)
+    if not credit and (alone := _nobody_to_compare_with(config, of_batch.estimator)):
+        _log.warning("%s", alone)
     return StepRules(
         batch=of_batch,
         correction=correction,
@@ -329,6 +331,23 @@ def with_train_agents(config: Config, agents: str) -> Config:
     if algorithm.train_agents not in (None, agents):
         raise ConfigError(f"algorithm.train_agents is {algorithm.train_agents!r}, and agent_match {agents!r}")
     return replace(config, algorithm=replace(algorithm, train_agents=agents))
+
+
+def _nobody_to_compare_with(config: Config, estimator: Estimator | OutcomeEstimator) -> str | None:
+    """What is said where a run learns nothing from rewards, since each group has one rollout."""
+    algorithm, of_groups = config.algorithm, False
+    if isinstance(estimator, OfOutcomes):
+        of_groups = not estimator.needs_greedy
+    elif isinstance(estimator, OfTokens):
+        of_groups = estimator.compared_with == GROUP
+    forks = algorithm.credit.function is not None or algorithm.credit.strategy in ("leave_one_out", "step_groups")
+    if config.actor_rollout_ref.rollout.n > 1 or not of_groups or algorithm.groups_of_one == "raw" or forks:
+        return None
+    return (
+        f"algorithm.adv_estimator={algorithm.adv_estimator} compares the rollouts of a task, and with "
+        "actor_rollout_ref.rollout.n=1 each has none to be compared with: all advantages are 0. Set n to 4 or more, or "
+        "algorithm.adv_estimator to one without groups (reinforce_plus_plus, remax, gae)"
+    )
 
 
 def idle_keys(config: Config) -> Iterator[str]:

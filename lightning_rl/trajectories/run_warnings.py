@@ -4,6 +4,7 @@ Failures are data and the run goes on, so nobody would see them in a reward of 0
 """
 
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,11 @@ class AllFailed(Explained, RuntimeError):
 _NO_REWARD = (
     "return a number, or call emit_reward; where a loop of the library runs, name a function that judges it: "
     "reward.custom_reward_function.path"
+)
+_CALLS_OF_OTHERS = (
+    "made no call, and others have at least as many conversations beyond their first: where the agent keeps a client "
+    "from one rollout to another (a global one, a cached one), it calls as that other, and what is sampled so is "
+    "trained with that other's reward. Make a client in each rollout; those of llm.openai() share connections"
 )
 _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 500, 4000  # characters that are shown
 _log = logging.getLogger(__name__)
@@ -101,6 +107,10 @@ class Problems:
             for kind, text in self._of(trajectory):
                 counts[kind] += 1
                 texts.setdefault(kind, text)
+        if self._rewards_count and (told := _failing_pays(trajectories)):
+            counts["failing pays"], texts["failing pays"] = told
+        if without := _maybe_called_as_others(trajectories):
+            counts["calls of others"], texts["calls of others"] = without, _CALLS_OF_OTHERS
         return {kind: (count, texts[kind]) for kind, count in counts.items()}
 
     def _of(self, trajectory: Trajectory) -> list[tuple[str, str]]:
@@ -129,6 +139,25 @@ class Problems:
             )
             found.append(("overlong", text))
         return found
+
+
+def _failing_pays(trajectories: Sequence[Trajectory]) -> tuple[int, str] | None:
+    """How many rollouts failed, and what is said of it where that is worth more than to end well."""
+    failed = [t.reward for t in trajectories if t.agent_failed and t.reward is not None]
+    well = [t.reward for t in trajectories if not t.agent_failed and t.reward is not None]
+    if not failed or not well or (mean := math.fsum(well) / len(well)) >= min(failed):
+        return None
+    return len(failed), (
+        f"failed and count as {min(failed):g}, more than the mean of those that ended well ({mean:.3g}): the model "
+        "learns to make its agent fail. Set algorithm.agent_failure to less than the worst reward, or to exclude"
+    )
+
+
+def _maybe_called_as_others(trajectories: Sequence[Trajectory]) -> int:
+    """How many rollouts made no call that may be among those of others; 0 where these have too few for that."""
+    without = sum(trajectory.error is None and not trajectory.calls for trajectory in trajectories)
+    begun = (sum(node.parent is None for node in t.forest.nodes.values()) for t in trajectories)
+    return without if without <= sum(max(number - 1, 0) for number in begun) else 0
 
 
 def _shown(text: str, most: int) -> str:

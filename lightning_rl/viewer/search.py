@@ -21,6 +21,7 @@ COLUMNS = (
 )  # fmt: skip
 _SHOWN = ", ".join((*COLUMNS, "rewards", "task_key"))
 _EQUAL = ("status", "mode", "agent", "group_id", "task_key")
+_KNOWN = (*_EQUAL, "step", "reward_min", "reward_max", "excluded", "text", "sort", "after", "limit")
 _LARGEST_PAGE = 500
 _TERM = re.compile(r'"([^"]+)"|(\S+)')
 _PART = re.compile(r"\*(\w+)")  # of a word, anywhere in it
@@ -40,6 +41,8 @@ def page(index: Index, query: Mapping[str, str]) -> dict[str, Any]:
     before), `limit`; and the filters `status`, `mode`, `agent`, `group_id`, `task_key`, `step`, `reward_min`,
     `reward_max`, `excluded`, `text`. Raises WrongQuery.
     """
+    if unknown := [name for name in query if name not in _KNOWN]:
+        raise WrongQuery(f"there is no filter {unknown[0]!r}; there are {', '.join(_KNOWN)}")
     limit = min(int(_number(query, "limit") or 100), _LARGEST_PAGE)
     if limit < 1:
         raise WrongQuery(f"limit={query['limit']!r} is below 1")

@@ -1113,6 +1113,22 @@ def test_keys_of_servers_that_are_not_started_are_reported(
 
 
 @pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ({}, 0), ({"n": 1}, 1), ({"n": 1, "adv_estimator": "optimal_token_baseline"}, 1),
+        ({"n": 1, "adv_estimator": "reinforce_plus_plus"}, 0), ({"n": 1, "adv_estimator": "remax"}, 0),
+        ({"n": 1, "groups_of_one": "raw"}, 0), ({"n": 1, "credit": {"strategy": "leave_one_out"}}, 0),
+    ],
+)  # fmt: skip
+def test_groups_of_one_that_teach_nothing_are_told_before_a_run(
+    overrides: dict[str, Any], told: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    algorithm = {name: value for name, value in overrides.items() if name != "n"}
+    PPO({"algorithm": algorithm, "actor_rollout_ref": {"rollout": {"n": overrides.get("n", 4)}}})
+    assert sum("each has none to be compared with" in text for text in caplog.messages) == told
+
+
+@pytest.mark.parametrize(
     ("override", "message", "device"),
     [
         ("name=sglang", "sglang needs .*server_urls: SGLang's servers are not started by a run", "cpu"),

@@ -11,6 +11,7 @@ from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters import forest
 from lightning_rl_adapters.credit import Rewards
 from lightning_rl_adapters.rows import Row
+from tests.adapters.forests import make_call
 
 
 def trajectory(name: str = "r", **fields: Any) -> Trajectory:
@@ -40,6 +41,31 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_nothing_wrong_is_nothing_told(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
     problems.report("step 1", [trajectory(), trajectory()])
     assert told(caplog) == []
+
+
+def test_failures_that_are_worth_more_than_rollouts_that_end_well_are_told(
+    problems: Problems, caplog: pytest.LogCaptureFixture
+) -> None:
+    crashed = trajectory(agent_failed=True, error=ErrorInfo(type="ValueError", message="no"), reward=0.0)
+    problems.report("step 1", [crashed, trajectory(reward=0.5), trajectory(reward=-0.5)])
+    assert len(told(caplog)) == 1
+    problems.report("step 2", [crashed, trajectory(reward=-1.0), trajectory(reward=-0.5)])
+    [pays] = told(caplog)
+    assert pays.startswith(
+        "step 2: 1 of 3 rollouts failed and count as 0, more than the mean of those that ended well (-0.75)"
+    )
+
+
+def test_a_client_that_is_kept_for_other_rollouts_is_guessed_at(
+    problems: Problems, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls_of_three = trajectory(forest=forest.build([make_call(number, None) for number in range(3)]), calls=3)
+    problems.report("step 1", [calls_of_three, *[trajectory(calls=0)] * 3])
+    [plain] = told(caplog)
+    assert plain.startswith("step 1: 3 of 4 rollouts made no call to the model: ")
+    problems.report("step 2", [calls_of_three, *[trajectory(calls=0)] * 2])
+    [guessed] = told(caplog)
+    assert guessed.startswith("step 2: 2 of 3 rollouts made no call, and others have at least as many conversations")
 
 
 def test_one_error_of_many_rollouts_is_one_line(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:

@@ -108,10 +108,12 @@ def test_pages_behind_a_key_are_the_whole_list_sorted_by_anything(run: ViewedRun
 
 @pytest.mark.parametrize(
     "query", [{"sort": "reward; DROP TABLE rollouts"}, {"after": "nonsense"}, {"step": "three"}, {"sort": "record"},
-     {"limit": "-1"}, {"limit": "nan"}, {"step": "inf"}, {"after": '[{"a": 1}, 2]'}]
+     {"limit": "-1"}, {"limit": "nan"}, {"step": "inf"}, {"after": '[{"a": 1}, 2]'}, {"limitt": "3"}]
 )  # fmt: skip
 def test_a_wrong_query_is_refused_in_words(run: ViewedRun, query: dict[str, str]) -> None:
-    with pytest.raises(WrongQuery, match=r"there is no column|is no key|is no number|is below 1"):
+    with pytest.raises(
+        WrongQuery, match=r"there is no column|there is no filter 'limitt'|is no key|is no number|is below 1"
+    ):
         run.answer("rollouts", query)
     assert run.answer("rollouts", {"text": "\0"})["rollouts"] is not None
     assert len(names(run)) == 8
