@@ -152,11 +152,12 @@ def test_a_program_that_ended_with_an_error_is_judged_unless_the_gateway_had_fai
     server.store.cancel(claim.rollout.rollout_id)
 
 
-def test_a_refused_request_is_the_agents(server) -> None:
+@pytest.mark.parametrize("wrong", [{"messages": 3}, {"max_context_tokens": 1}], ids=["as it is read", "in its work"])
+def test_a_refused_request_is_the_agents(server, wrong) -> None:
     claim = server.claim()
     url, key = door(claim)
-    answer = httpx.post(url, json={"model": "policy", "messages": 3}, headers={"authorization": f"Bearer {key}"})
-    assert answer.status_code == 400
+    answer = httpx.post(url, json=ASKED | wrong, headers={"authorization": f"Bearer {key}"})
+    assert answer.status_code == 400, answer.text
     stored = server.failed(claim, KeyError("choices"))
     assert (stored.error.infrastructure, server.status(claim)) == (False, "failed")
 

@@ -329,6 +329,13 @@ def test_what_is_received_is_what_the_generations_hold(deaths: list[int | None],
     run(work)
 
 
+def test_an_answer_with_a_part_without_logprobs_has_none() -> None:
+    generation = Generation()
+    for part in (PARTS[0], EngineTokens([3], None), EngineTokens([4], [-1.0])):
+        generation.add(part, 0)
+    assert (generation.token_ids, generation.logprobs) == ([1, 2, 3, 4], None)
+
+
 # Away, and back
 
 
@@ -463,6 +470,25 @@ def test_an_engine_whose_tokens_have_older_weights_than_it_was_known_by_is_away_
         generation = await sample(router, home=one)
         assert generation.versions == [VersionRange(0, 0, 3)]
         assert "policy version 0, not 8" in str(away(router)[0])
+
+    run(work)
+
+
+def test_tokens_of_a_call_that_began_before_an_update_say_nothing_of_the_weights_that_it_brought() -> None:
+    async def work() -> None:
+        engine = Labelled()
+        router = routing(engine)
+        await router.resume(None, 1)
+        engine.restart()
+        engine.hold = asyncio.Event()
+        call = asyncio.create_task(sample(router))
+        while not engine.calls:
+            await asyncio.sleep(0)
+        await router.check()
+        await router.resume(None, 2)
+        engine.hold.set()
+        assert (await call).versions == [VersionRange(0, 0, 3)]
+        assert away(router) == [None]
 
     run(work)
 
@@ -645,6 +671,48 @@ def test_a_dead_engine_does_not_hold_up_a_pause_while_another_is_well() -> None:
             await router.pause(None)
         for call in held:
             await call.end()
+
+    run(work)
+
+
+def test_a_pause_that_is_over_before_it_has_drained_freezes_nothing() -> None:
+    async def work() -> None:
+        engine = Engine()
+        router = routing(engine)
+        held = [Held(router), Held(router)]
+        for call in held:
+            await call.begin()
+        pausing = asyncio.create_task(router.pause(None, 20))
+        while router._ended is None:
+            await asyncio.sleep(0)
+        await router.resume(None, None)
+        await held[0].end()
+        await pausing
+        assert not engine.frozen
+        await held[1].end()
+
+    run(work)
+
+
+def test_a_pause_that_begins_while_engines_are_checked_holds_the_call() -> None:
+    async def work() -> None:
+        engine = Engine()
+        router = routing(engine)
+        engine.dies = 0
+        await fail(router)
+        engine.dies, engine.checking = None, asyncio.Event()
+        call = asyncio.create_task(sample(router))
+        while not engine.checks:
+            await asyncio.sleep(0)
+        pausing = asyncio.create_task(router.pause(None))
+        while not router.is_paused("m"):
+            await asyncio.sleep(0)
+        engine.checking.set()
+        await pausing
+        while not router.state()["m"]["parked"] and engine.calls == 1:
+            await asyncio.sleep(0)
+        await router.resume(None, 1)
+        assert (await call).versions == [VersionRange(1, 0, 3)]
 
     run(work)
 
