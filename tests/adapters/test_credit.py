@@ -129,6 +129,13 @@ def test_a_fork_without_rewards_of_its_own_has_the_final_one() -> None:
     assert set(found.values()) == {Credit(1.0, credit.GROUP)}
 
 
+def test_calls_whose_tokens_are_unknown_are_no_samples_of_one_prompt() -> None:
+    samples = [replace(make_call(i, None, prompt=0), exact=False) for i in (0, 1)]
+    rewards = Rewards(final=1.0, of_calls={"c0": {"test": 1.0}})
+    found = credit.assign(credit.leave_one_out, forest.build(samples), rewards)
+    assert found == {"c0": Credit(1.0, credit.GROUP), "c1": Credit(1.0, credit.GROUP)}
+
+
 def test_weighted_sums_of_named_rewards() -> None:
     rewards = Rewards(
         final=9.0,

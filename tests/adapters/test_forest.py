@@ -5,6 +5,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from lightning_rl_adapters import forest
 from lightning_rl_adapters.call import Call
@@ -51,6 +52,8 @@ def test_interleaved_conversations_do_not_mix() -> None:
         ([make_call(1, 0)], "c1 continues c0, which did not arrive before it"),
         ([make_call(0, None), make_call(0, None)], "c0 is recorded twice"),
         ([make_call(0, None), make_call(1, 0, model="other")], "of model 'other' continues c0"),
+        ([make_call(0, None), replace(make_call(1, None), rollout_id="s")], "c1 belongs to another attempt"),
+        ([make_call(0, None), replace(make_call(1, None), attempt_id="b")], "c1 belongs to another attempt"),
     ],
 )
 def test_damaged_records_are_refused_by_name(calls: list[Call], complaint: str) -> None:

@@ -129,6 +129,7 @@ def test_a_stored_token_costs_its_weight() -> None:
     ("changes", "complaint"),
     [
         ({"logprobs": [-1.0]}, "2 response tokens but 1 logprobs"),
+        ({"logprobs": [-1.0] * 3}, "2 response tokens but 3 logprobs"),
         ({"versions": [VersionRange(0, 1, 2)]}, "have gaps"),
         ({"versions": [VersionRange(0, 0, 1)]}, "cover 1 of 2"),
     ],
