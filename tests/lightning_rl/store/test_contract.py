@@ -161,8 +161,11 @@ def test_start_enqueues_and_claims_in_one(store) -> None:
     assert store.start(request("r1"), "w") == claim
     assert store.claim("w") == []
     store.enqueue([request("r2")])
-    store.claim("w")
-    with pytest.raises(Conflict, match="r2"):
+    (others,) = store.claim("w")
+    with pytest.raises(Conflict, match="r2 was claimed before and is running"):
+        store.start(request("r2"), "w")
+    store.finish("r2", others.attempt.attempt_id, INFRASTRUCTURE)
+    with pytest.raises(Conflict, match="r2 was claimed before and is queued"):
         store.start(request("r2"), "w")
 
 
@@ -518,6 +521,16 @@ def test_the_attempts_of_a_dead_process_are_lost_and_nobody_elses(store) -> None
     (attempt,) = store.rollout("r0").attempts
     assert (attempt.status, attempt.error.type) == ("lost", "RunnerDied")
     assert store.rollouts(["r2"])[0].status == "running"
+
+
+def test_what_has_ended_since_it_was_found_overdue_stays_as_it_ended(store, clock) -> None:
+    attempt = one_claim(store)
+    clock.advance(3600)
+    late = store.overdue()
+    assert [one.attempt_id for one in late] == [attempt]
+    ended, _ = store.finish("r1", attempt, SUCCEEDED)
+    assert store.expire(late) == []
+    assert store.rollouts(["r1"]) == [ended]
 
 
 def test_time_in_which_nothing_could_be_written_is_made_up_for(store, clock) -> None:
