@@ -186,6 +186,8 @@ def test_a_whitened_estimate_still_tells_how_it_came_about(
 def test_nobody_to_compare_with_stays_silent_when_others_are_whitened() -> None:
     alone = Estimate(0.0, 0.0, math.inf)
     assert alone.silent
+    assert alone._replace(plus=alone).silent
+    assert not alone._replace(advantage=0.5, plus=Estimate(0.5, 0.0, 1.0)).silent
     assert alone.whitened(3.0, 2.0) == alone
 
 

@@ -123,11 +123,17 @@ def _sequences(cut: list[tuple[int, Row]]) -> list[TrainingSequence]:
     return made
 
 
-def loss_and_gradient(sequences: list[TrainingSequence], **changes: object) -> tuple[float, torch.Tensor]:
+def loss_entropy_and_gradient(
+    sequences: list[TrainingSequence], **changes: object
+) -> tuple[float, float, torch.Tensor]:
     actor = Actor(tiny_model(), config(**changes), pad_id=0)
     [mini] = actor.plan(sequences, rollouts=1)
-    loss = actor.accumulate(mini)["actor/pg_loss"]
-    return loss, torch.cat([p.grad.flatten() for p in actor.model.parameters() if p.grad is not None])
+    found = actor.accumulate(mini)
+    return (
+        found["actor/pg_loss"],
+        found["actor/entropy"],
+        torch.cat([p.grad.flatten() for p in actor.model.parameters() if p.grad is not None]),
+    )
 
 
 @settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -135,7 +141,7 @@ def loss_and_gradient(sequences: list[TrainingSequence], **changes: object) -> t
 def test_rows_order_and_micro_batches_change_nothing(
     rollouts: list[forest.Forest], mode: str, order: random.Random, micro_rows: int, micro_tokens: int
 ) -> None:
-    loss, gradient = loss_and_gradient(merged(rollouts), loss_agg_mode=mode)
+    loss, entropy, gradient = loss_entropy_and_gradient(merged(rollouts), loss_agg_mode=mode)
     shuffled = merged(rollouts)
     order.shuffle(shuffled)
     for sequences, changes in (
@@ -144,8 +150,8 @@ def test_rows_order_and_micro_batches_change_nothing(
         (merged(rollouts), {"micro_batch_rows": micro_rows}),
         (merged(rollouts), {"micro_batch_tokens": micro_tokens}),
     ):
-        other_loss, other_gradient = loss_and_gradient(sequences, loss_agg_mode=mode, **changes)
-        assert other_loss == pytest.approx(loss, abs=1e-5)
+        other_loss, other_entropy, other_gradient = loss_entropy_and_gradient(sequences, loss_agg_mode=mode, **changes)
+        assert (other_loss, other_entropy) == pytest.approx((loss, entropy), abs=1e-5)
         torch.testing.assert_close(other_gradient, gradient, atol=1e-5, rtol=1e-5)
 
 
@@ -219,6 +225,15 @@ def test_of_several_mini_batches_old_log_probs_must_be_known() -> None:
     actor = Actor(tiny_model(), config(mini_batch_rollouts=4), 0)
     with pytest.raises(ValueError, match="old_log_probs are not set, and only of one mini-batch"):
         actor.update(actor.plan(batch, rollouts=8))
+
+
+def test_old_log_probs_that_some_sequences_of_a_mini_batch_have_are_kept_and_the_others_asked_for() -> None:
+    batch = two_answers()
+    batch[0].old_log_probs = None
+    actor = Actor(tiny_model(), config(), 0)
+    with pytest.raises(ValueError, match="old_log_probs are not set; compute them before the update"):
+        actor.update(actor.plan(batch, rollouts=2))
+    assert batch[1].old_log_probs is batch[1].rollout_log_probs
 
 
 @pytest.mark.parametrize(
