@@ -302,5 +302,24 @@ def test_a_repeat_of_a_request_that_could_not_be_appended_is_another_sample_of_i
         assert (on.place.parent, on.place.fork) == (world.lives()[repeated.calls[0].call_id], None)
 
 
+def test_branches_that_differ_in_their_middle_alone_go_on_each_by_itself() -> None:
+    world = World()
+
+    def goes_on(history: list[Message], question: str) -> Asked:
+        asked = world.ask([*history, {"role": "user", "content": question}], [said("ok")])
+        world.deliver(asked)
+        return asked
+
+    def history_of(asked: Asked) -> list[Message]:
+        return [*asked.messages, *asked.answers]
+
+    first = goes_on([], "q")
+    middles = [goes_on(history_of(first), way) for way in ("one way", "another")]
+    ends = [goes_on(history_of(middle), "and?") for middle in middles]
+    for parent in (middles[0], ends[0], middles[1], ends[1]):
+        on = goes_on(history_of(parent), "on")
+        assert on.place.parent is world.lives()[parent.calls[0].call_id]
+
+
 def said(text: str) -> Message:
     return {"role": "assistant", "content": text}

@@ -37,10 +37,7 @@ def recorded(world: World) -> list[Span]:
 
 def elsewhere(world: World) -> LiveAttempt:
     """The attempt at another gateway, which knows what was recorded alone."""
-    info = AttemptInfo(
-        rollout_id="r", attempt_id="a", mode="train", open=True, sampling={}, seed_key="r", spans=recorded(world)
-    )
-    return LiveAttempt(Address("r", "a"), info, 0.0)
+    return of_spans(recorded(world))
 
 
 @settings(max_examples=examples(100))
@@ -57,6 +54,26 @@ def test_a_request_finds_the_same_place_and_tokens_at_another_gateway(world: Wor
         assert (there.parent and there.parent.call.call_id) == (here.parent and here.parent.call.call_id)
 
 
+ASKED = [{"role": "user", "content": "how many?"}]
+SAID = {"role": "assistant", "content": "3"}
+
+
+def reasoned(number: int, thought: str, renderer: LibraryRenderer, parent_id: str | None = None) -> Span:
+    """A call that asked the same, thought so, and said the same."""
+    call = Call(
+        call_id=f"c{number}", rollout_id="r", attempt_id="a", number=number, model="m", parent_id=parent_id,
+        prompt_ids=renderer.render(ASKED, None), logprobs=None, versions=[], temperature=1.0, finish_reason="stop",
+        response_ids=renderer.tokenizer.encode_own(f"<think>\n{thought}\n</think>\n\n3<|im_end|>"), end_ns=number,
+    )  # fmt: skip
+    more = {semconv.DIALECT: "chat_completions", semconv.INPUT_MESSAGES: ASKED, semconv.OUTPUT_MESSAGES: [SAID]}
+    return to_span(call, **more)
+
+
+def of_spans(spans: list[Span], renderer: LibraryRenderer | None = None) -> LiveAttempt:
+    info = AttemptInfo(rollout_id="r", attempt_id="a", mode="train", open=True, sampling={}, seed_key="r", spans=spans)
+    return LiveAttempt(Address("r", "a"), info, 0.0, renderer)
+
+
 @pytest.mark.parametrize(
     ("reasoning", "goes_on"), [(None, True), ("I count.", True), ("\nI count. ", True), ("I guess.", False)]
 )
@@ -64,27 +81,20 @@ def test_a_request_finds_the_same_place_and_tokens_at_another_gateway(world: Wor
 def test_altered_reasoning_is_heard_where_the_tokens_can_be_read_again(
     reasoning: str | None, goes_on: bool, known: bool, renderer: LibraryRenderer
 ) -> None:
-    asked = [{"role": "user", "content": "how many?"}]
-    ids = renderer.tokenizer.encode_own("<think>\nI count.\n</think>\n\n3<|im_end|>")
-    call = Call(
-        call_id="c0", rollout_id="r", attempt_id="a", number=0, model="m", prompt_ids=renderer.render(asked, None),
-        response_ids=ids, logprobs=None, versions=[], temperature=1.0, finish_reason="stop",
-    )  # fmt: skip
-    said = {"role": "assistant", "content": "3"}
-    more = {semconv.DIALECT: "chat_completions", semconv.INPUT_MESSAGES: asked, semconv.OUTPUT_MESSAGES: [said]}
-    info = AttemptInfo(
-        rollout_id="r",
-        attempt_id="a",
-        mode="train",
-        open=True,
-        sampling={},
-        seed_key="r",
-        spans=[to_span(call, **more)],
-    )
-    other = LiveAttempt(Address("r", "a"), info, 0.0, renderer if known else None)
-    back = said if reasoning is None else {**said, "reasoning_content": reasoning}
-    place = other.forest.find_place("m", [*asked, back, *asked], None, renderer)
+    other = of_spans([reasoned(0, "I count.", renderer)], renderer if known else None)
+    back = SAID if reasoning is None else {**SAID, "reasoning_content": reasoning}
+    place = other.forest.find_place("m", [*ASKED, back, *ASKED], None, renderer)
     assert (place.parent is not None) == (goes_on or not known)
+
+
+def test_of_answers_that_say_the_same_the_recorded_one_is_continued_whose_reasoning_a_request_tells(
+    renderer: LibraryRenderer,
+) -> None:
+    spans = [reasoned(0, "I count.", renderer), reasoned(1, "I guess.", renderer), reasoned(2, "So.", renderer, "c0")]
+    told = [*ASKED, {**SAID, "reasoning_content": "I count."}, *ASKED, SAID, *ASKED]
+    place = of_spans(spans, renderer).forest.find_place("m", told, None, renderer)
+    assert place.parent is not None
+    assert place.parent.call.call_id == "c2"
 
 
 @given(worlds())
