@@ -208,8 +208,6 @@ class LiveCall(msgspec.Struct, eq=False):
         if there == forms:
             self.forms[: self.length] = there  # whose texts need no look when they come again
             return True
-        if len(there) < len(forms):
-            return False
         fingerprints = [
             MessageFingerprint("system", text, b"", ()) for text in self.conversation.head.systems
         ] + self.whole().body

@@ -48,7 +48,6 @@ class Generation:
         self.logprobs = []
         self.logprob_kind = engine.logprob_kind(sampling)
         self.finish_reason = None
-        self.versions = []
 
     def add(self, tokens: EngineTokens, version: int) -> None:
         """Take some tokens more, sampled under `version` as far as is known now."""
