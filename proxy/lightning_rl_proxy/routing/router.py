@@ -198,7 +198,7 @@ class Router:
         try:
             while True:
                 pool, replica = await self._take(model, home, tried)
-                engine, known_by = replica.engine, replica.reported
+                engine, known_by, epoch = replica.engine, replica.reported, replica.epoch
                 generation.begin(engine, request.sampling)
                 tried.append(replica)
                 failure: EngineUnavailable | None = None
@@ -218,7 +218,7 @@ class Router:
                 finally:
                     self._left(replica)
                 if failure is None and generation.finish_reason not in (None, "abort"):
-                    if generation.versions:
+                    if generation.versions and epoch == replica.epoch:
                         self._watch.sampled_with(pool, replica, generation.versions[-1].version, known_by)
                     return
                 failure = failure or EngineUnavailable(

@@ -493,6 +493,25 @@ def test_tokens_of_a_call_that_began_before_an_update_say_nothing_of_the_weights
     run(work)
 
 
+def test_tokens_of_a_call_that_began_before_an_engine_was_given_its_weights_anew_say_nothing_of_them() -> None:
+    async def work() -> None:
+        engine = Labelled()
+        router = routing(engine)
+        await router.resume(None, 8)
+        engine.restart()
+        engine.hold = asyncio.Event()
+        call = asyncio.create_task(sample(router))
+        while not engine.calls:
+            await asyncio.sleep(0)
+        await router.check()
+        await router.confirm_weights("m 0", 8)
+        engine.hold.set()
+        assert (await call).versions == [VersionRange(0, 0, 3)]
+        assert away(router) == [None]
+
+    run(work)
+
+
 def test_old_weights_are_not_tried_even_where_all_are_away() -> None:
     async def work() -> None:
         engine = Labelled()
