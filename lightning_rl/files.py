@@ -20,6 +20,21 @@ class RunFolderBusy(Explained, RuntimeError):
     """Another process is using the run folder."""
 
 
+class RunFolderUnusable(Explained, OSError):
+    """The run folder cannot be made, or written to."""
+
+
+def make_run_dir(run_dir: Path) -> None:
+    """Make the run folder where it is not there. Raises RunFolderUnusable."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / LOCK).touch()
+    except OSError as error:
+        raise RunFolderUnusable(
+            f"the run folder {run_dir} cannot be made or written to ({error.strerror}: {error.filename}): name another"
+        ) from error
+
+
 @contextmanager
 def owned(run_dir: Path, *, lock: str = LOCK, patience_seconds: float = 0) -> Iterator[None]:
     """Hold the run folder, by the file `lock` in it. Raises RunFolderBusy where another process does for longer than

@@ -21,7 +21,7 @@ from lightning_rl.algorithms.base import Dataset, Endpoint
 from lightning_rl.config import ConfigError, to_yaml
 from lightning_rl.config.schema import Config
 from lightning_rl.configured_algorithm import ConfiguredAlgorithm
-from lightning_rl.files import note_finished, note_unfinished, owned, write_whole
+from lightning_rl.files import make_run_dir, note_finished, note_unfinished, owned, write_whole
 from lightning_rl.inference.load import located
 from lightning_rl.loops.loop_registry import loops_of
 from lightning_rl.memory.plan import refuse_what_cannot_fit
@@ -113,7 +113,7 @@ class SFT(ConfiguredAlgorithm):
         if (self.run_dir / _CONFIG).exists() and not self.resume:
             raise ConfigError(f"{self.run_dir} holds a run: set trainer.resume_mode=auto, or name another folder")
         self._read()
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        make_run_dir(self.run_dir)
         with owned(self.run_dir):
             return self._learn()
 

@@ -35,7 +35,7 @@ from lightning_rl.control_plane.attach import LEASE_SECONDS, Attachment, attache
 from lightning_rl.control_plane.several_servers import SeveralServers
 from lightning_rl.data.dataset import dataset_of
 from lightning_rl.errors import Explained, WorkerDied
-from lightning_rl.files import finished, note_finished, owned
+from lightning_rl.files import finished, make_run_dir, note_finished, owned
 from lightning_rl.processes.child import Child
 from lightning_rl.processes.service_keys import RUNNER_KEY, SHORTEST, is_loopback
 from lightning_rl.runner import launch as runners
@@ -208,7 +208,7 @@ class Trainer:
             named = algorithm.named_run_dir
             self.run_dir = _unused(algorithm.default_run_dir().resolve()) if named is None else named.resolve()
         run_dir = self.run_dir
-        run_dir.mkdir(parents=True, exist_ok=True)
+        make_run_dir(run_dir)
         with owned(run_dir):
             for left in reversed(range(algorithm.max_restarts + 1)):
                 try:

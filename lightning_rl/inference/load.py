@@ -1,5 +1,6 @@
 """Finding a model, and reading it from disk for an engine, in evaluation mode."""
 
+import difflib
 import json
 import math
 import threading
@@ -57,7 +58,10 @@ def model_folder(path: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(path))
     except (OSError, ValueError) as error:
-        error.add_note(f"model {path!r} is no folder here, and could not be taken from the hub")
+        beside = [entry.name for entry in folder.parent.iterdir()] if folder.parent.is_dir() else []
+        near = difflib.get_close_matches(folder.name, beside, n=1)
+        hint = f"; did you mean {str(folder.with_name(near[0]))!r}?" if near else ""
+        error.add_note(f"model {path!r} is no folder here, and could not be taken from the hub{hint}")
         raise
 
 

@@ -25,7 +25,7 @@ from lightning_rl.ppo.estimators import needs_greedy
 from lightning_rl.ppo.off_policy.async_rollouts import InFlight
 from lightning_rl.ppo.off_policy.schedules import Schedule
 from lightning_rl.ppo.policy_learner import PolicyLearner
-from lightning_rl.ppo.reporting import Reporter, timed
+from lightning_rl.ppo.reporting import Reporter, named_rewards, timed
 from lightning_rl.ppo.resolved_config import StepRules
 from lightning_rl.ppo.run_state import RunState
 from lightning_rl.ppo.token_ledger import RunLedger
@@ -141,6 +141,7 @@ class Collector:
             f"{name}/reward": reward,
             f"{name}/calls": float(np.mean([t.calls for t in trajectories])),
             "timing_s/testing" if name == "val" else "timing_s/tuning": timing["testing"],
+            **{f"{name}/reward/{each}": value for each, value in named_rewards(trajectories).items()},
         } | self.check_tokens(), reward
 
     def check_tokens(self) -> dict[str, float]:

@@ -36,6 +36,7 @@ from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.run_warnings import Problems
 from lightning_rl.trajectories.step_record import StepRecord
 from lightning_rl.trajectories.trajectory import Trajectory
+from lightning_rl_adapters.credit import FINAL
 
 _EDGE = 4  # the first and the last quarter of the steps are a run's beginning and end
 _log = logging.getLogger(__name__)
@@ -201,7 +202,16 @@ def policy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "critic/score/min": float(np.min(rewards)),
         "num_turns/mean": float(np.mean([t.calls for t in trajectories] or [0])),
         "response_length/mean": float(np.mean([t.sampled_tokens for t in trajectories] or [0])),
-    }
+    } | {f"rollouts/reward/{name}": value for name, value in named_rewards(trajectories).items()}
+
+
+def named_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """The mean of each reward by name, over the rollouts that were given one, without the final one."""
+    given: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.rewards.named.items():
+            given.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(given.items()) if name != FINAL}
 
 
 def rollout_metrics(trajectories: list[Trajectory], seconds: float) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import lightning_rl as lrl
+from lightning_rl.files import RunFolderUnusable
 from lightning_rl.processes.service_keys import RUNNER_KEY
 from lightning_rl.runner.agent_pickle import AgentNotPicklable
 from lightning_rl.trainer import RunFolderUsed, _write_urls
@@ -63,6 +64,13 @@ def test_an_agent_that_cannot_be_sent_leaves_a_folder_that_the_next_one_can_use(
     with pytest.raises(AgentNotPicklable, match="a lock"):
         lrl.Trainer(lambda task: float(lock.locked()), run_dir=tmp_path / "run").fit(lrl.Baseline(), [1])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, why in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "run", "Not a directory")):
+        with pytest.raises(RunFolderUnusable, match=f"the run folder {folder} cannot be made or written to .{why}"):
+            lrl.Trainer(lambda task: 1.0, run_dir=folder).fit(lrl.Baseline(), [1])
 
 
 def test_a_run_that_goes_on_without_a_server_says_what_will_be_missing(

@@ -56,3 +56,19 @@ def test_an_id_is_taken_from_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name: asked.append(name) or str(tmp_path))
     assert model_folder("Qwen/Qwen3-0.6B") == tmp_path
     assert asked == ["Qwen/Qwen3-0.6B"]
+
+
+def test_a_folder_that_is_mistyped_as_an_id_would_be_is_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(_: str) -> str:
+        raise OSError("check your connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", nothing)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sft1" / "model").mkdir(parents=True)
+    for path, hint in (("sft1/modle", "; did you mean 'sft1/model'?"), ("sft2/model", "")):
+        with pytest.raises(OSError, match="check your connection") as raised:
+            model_folder(path)
+        [note] = raised.value.__notes__
+        assert note == f"model {path!r} is no folder here, and could not be taken from the hub{hint}"

@@ -59,6 +59,9 @@ def test_named_rewards_are_weighed(tmp_path: Path) -> None:
     assert {call.credit for rollout in record.rollouts for call in rollout.calls.values()} == {2.0}
     [row] = read(tmp_path / "metrics.jsonl")
     assert row["rollouts/groups_without_variance"] == 4.0
+    assert {name: value for name, value in row.items() if name.startswith("rollouts/reward/")} == {
+        "rollouts/reward/polite": 0.5
+    }
 
 
 TASKS = [{"n": n, "reward_model": {"ground_truth": n}} for n in range(4)]
