@@ -1,6 +1,7 @@
 """`lightning-rl sft`: train a policy on recorded answers. Keys as in `docs/config.md`, syntax as in Hydra."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -87,8 +88,8 @@ def supervised(
 
 
 def _show(algorithm: "SFT") -> None:
-    model = algorithm.model
+    model = algorithm.model.resolve()
     measured = [one["sft/held_out_loss"] for one in algorithm.history if "sft/held_out_loss" in one]
     if measured:
         typer.echo(f"held-out loss {measured[0]:.4f} -> {measured[-1]:.4f} nats a token in {algorithm.step} steps")
-    typer.echo(f"model  {model}\nnext   lightning-rl train actor_rollout_ref.model.path={model} ...")
+    typer.echo(f"model  {model}\nnext   lightning-rl train {shlex.quote(f'actor_rollout_ref.model.path={model}')} ...")
