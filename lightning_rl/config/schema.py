@@ -1214,8 +1214,9 @@ class TrainerSection(Section, frozen=True):
     all_failed: Annotated[
         Literal["stop", "go_on"],
         effect(
-            "when in every rollout of a step the agent fails, gives no reward, or makes no call: stop: the run ends, "
-            "with the first traceback; go_on: failures and lacking rewards count as algorithm.agent_failure says"
+            "when in every rollout of a step the agent fails, gives no reward, or makes no call, or in most of them "
+            "its calls seem to go by another's URL: stop: the run ends, with the first traceback; go_on: failures and "
+            "lacking rewards count as algorithm.agent_failure says"
         ),
     ] = "stop"
     max_restarts: Annotated[

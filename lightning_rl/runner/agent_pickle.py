@@ -33,7 +33,7 @@ def pickled(agent: Any) -> bytes:
         raise AgentNotPicklable(
             f"the agent cannot be sent to the processes that run it: {error}. It uses something that stays in this "
             "process, such as a connection, a lock or an open file: make it within the agent, or in a function with "
-            "@functools.cache that the agent calls"
+            "@functools.cache that the agent calls (but a client of the model in each rollout, whose URL it calls by)"
         ) from error
     return buffer.getvalue()
 

@@ -17,7 +17,7 @@ from lightning_rl_adapters.credit import FINAL
 
 
 class AllFailed(Explained, RuntimeError):
-    """The agent failed in every rollout of a step, or no rollout had a reward, or none a call."""
+    """The agent failed in every rollout of a step, or no rollout had a reward, or none a call, or others had theirs."""
 
     comes_again = True  # the rollouts are stored
 
@@ -31,6 +31,7 @@ _CALLS_OF_OTHERS = (
     "from one rollout to another (a global one, a cached one), it calls as that other, and what is sampled so is "
     "trained with that other's reward. Make a client in each rollout; those of llm.openai() share connections"
 )
+_MANY = 4  # rollouts: fewer without a call are no sign
 _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 500, 4000  # characters that are shown
 _log = logging.getLogger(__name__)
 
@@ -68,7 +69,13 @@ class Problems:
 
     def check(self, when: str, trajectories: Sequence[Trajectory]) -> None:
         """Raises AllFailed where nothing can be learned from any of these rollouts: the agent failed (with the first
-        traceback), gave no reward, or made no call."""
+        traceback), gave no reward, or made no call; and where most calls seem to be recorded with other rollouts."""
+        mixed_up = _maybe_called_as_others(trajectories)
+        if mixed_up >= max(_MANY, len(trajectories) / 2):
+            raise AllFailed(
+                f"{when}: {mixed_up} of {len(trajectories)} rollouts {_CALLS_OF_OTHERS}. Mend the agent and begin a "
+                "new run; if it is meant so, set trainer.all_failed=go_on"
+            )
         if trajectories and all(trajectory.error is None for trajectory in trajectories):
             self._check_successes(when, trajectories)
         errors = [trajectory.error for trajectory in trajectories]

@@ -66,6 +66,11 @@ def test_a_client_that_is_kept_for_other_rollouts_is_guessed_at(
     problems.report("step 2", [calls_of_three, *[trajectory(calls=0)] * 2])
     [guessed] = told(caplog)
     assert guessed.startswith("step 2: 2 of 3 rollouts made no call, and others have at least as many conversations")
+    problems.check("step 3", [calls_of_three, *[trajectory(calls=0)] * 2])
+    with pytest.raises(
+        AllFailed, match=r"step 4: 4 of 6 rollouts made no call, .*if it is meant so, set trainer.all_f"
+    ):
+        problems.check("step 4", [calls_of_three, calls_of_three, *[trajectory(calls=0)] * 4])
 
 
 def test_one_error_of_many_rollouts_is_one_line(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
