@@ -122,6 +122,11 @@ _NEEDS = (
         lambda config: config.algorithm.adv_estimator == "gdpo",
     ),
     _Need(
+        ("algorithm.groups_without_variance",),
+        "an estimator that compares the rollouts of a group",
+        lambda config: config.algorithm.adv_estimator not in ("gae", "reinforce_plus_plus"),
+    ),
+    _Need(
         ("algorithm.filter_groups.",),
         "algorithm.filter_groups.enable=true",
         lambda config: config.algorithm.filter_groups.enable,

@@ -165,11 +165,13 @@ def _groups_without_variance(evidence: Evidence) -> Finding | None:
 
 def _groups_of_one(evidence: Evidence) -> Finding | None:
     groups = _groups(evidence)
-    lone = [group[0].rollout_id for group in groups if len(group) == 1]
+    silent = evidence.settings.groups_of_one != "raw"
+    alone = [group[0] for group in groups if len(group) == 1]
+    # A critic, a greedy rollout or the batch may be what they are compared with.
+    lone = [one.rollout_id for one in alone if not silent or not any(call.advantage for call in one.calls.values())]
     share = _share(len(lone), len(groups)) or 0.0
     if not lone or not evidence.settings.rewards_count:
         return None
-    silent = evidence.settings.groups_of_one != "raw"
     return Finding(
         name="groups_of_one",
         severity=_by_share(share, MUCH) if silent else "look at it",

@@ -34,7 +34,7 @@ from lightning_rl.trajectories.token_account import ConservationError
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters import credit
 from lightning_rl_adapters.call import Call
-from lightning_rl_adapters.credit import Credit, CreditError, Rewards, Strategy
+from lightning_rl_adapters.credit import GROUP, Credit, CreditError, Rewards, Strategy
 from lightning_rl_adapters.span import pack_logprobs
 
 
@@ -215,7 +215,8 @@ def estimate(batch: StepBatch, rules: BatchRules, greedy: Mapping[str, float] | 
         _estimate_tokens(rewarded, estimator, rules.settings)
     else:
         _estimate_calls(rewarded, estimator, rules, greedy)
-    _judge_groups(batch, rewarded, rules)
+    compares = isinstance(estimator, OfOutcomes) or estimator.compared_with == GROUP
+    _judge_groups(batch, rewarded, rules, compares=compares)
     for part in rewarded:
         if part.left_out is not None and part.sequences:
             part.excluded[part.left_out] += part.trained
@@ -388,9 +389,10 @@ def _check_finite(part: RolloutPart) -> None:
             )
 
 
-def _judge_groups(batch: StepBatch, rewarded: Sequence[RolloutPart], rules: BatchRules) -> None:
+def _judge_groups(batch: StepBatch, rewarded: Sequence[RolloutPart], rules: BatchRules, *, compares: bool) -> None:
     """Count the groups that say nothing of their rollouts, and those in which too few agents ended well, and leave
-    them out where the rules do."""
+    them out where the rules do. Where the estimator `compares` no rollouts of a group, equal ones say something, too.
+    """
     groups: defaultdict[str, list[RolloutPart]] = defaultdict(list)
     for part in rewarded:
         groups[part.trajectory.group_id].append(part)
@@ -403,7 +405,7 @@ def _judge_groups(batch: StepBatch, rewarded: Sequence[RolloutPart], rules: Batc
             batch.groups_of_one += 1
             if rules.groups_of_one == "drop":
                 parts[0].left_out = "group_of_one"
-        elif not any(map(_says_something, parts)):
+        elif compares and not any(map(_says_something, parts)):
             batch.groups_without_variance += 1
             if rules.groups_without_variance == "drop":
                 for part in parts:

@@ -7,6 +7,7 @@ Invariant: every rollout that is read here and not handed to training is entered
 """
 
 import hashlib
+import logging
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,6 +40,7 @@ Tasks = Sequence[tuple[int, Any]]  # (index in the dataset, task)
 
 _WAIT_SECONDS = 2.0  # between two looks at the processes of a run
 _GREEDY = "greedy-"  # prefix of the groups of greedy rollouts
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,11 @@ class Collected:
     trained: list[Trajectory]
     left_out: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def begun(self) -> list[Trajectory]:
+        """Those that were not cancelled, as no longer needed, before they made a call."""
+        return [one for one in self.rolled_out if one.calls or self.left_out.get(one.rollout_id) != "surplus"]
 
     def not_trained(self, policy: str) -> list[tuple[Trajectory, str]]:
         """A policy's part of the rollouts that are left out, with the reasons."""
@@ -126,8 +133,9 @@ class Collector:
         self._state.batches_taken += 1
         return next(self._supply)
 
-    def measure(self, name: Literal["val", "tune"], dataset: Dataset) -> tuple[dict[str, float], float]:
-        """Roll out the tasks under validation sampling; metrics, and the mean reward. Nothing of it is trained."""
+    def measure(self, name: Literal["val", "tune"], dataset: Dataset) -> tuple[dict[str, float], float | None]:
+        """Roll out the tasks under validation sampling; metrics, and the mean reward, None where no rollout has one.
+        Nothing of it is trained."""
         timing: dict[str, float] = {}
         with timed(timing, "testing"):
             n = self._config.actor_rollout_ref.rollout.val_kwargs.n
@@ -136,9 +144,11 @@ class Collector:
         for trajectory in trajectories:
             self.ledger.exclude(trajectory, "validation" if name == "val" else "tuning")
         rewards = [t.reward for t in trajectories if t.reward is not None]
-        reward = float(np.mean(rewards)) if rewards else 0.0
+        reward = float(np.mean(rewards)) if rewards else None
+        if reward is None:
+            _log.warning("step %d: no rollout of %r has a reward: nothing is measured", self._state.step, name)
         return {
-            f"{name}/reward": reward,
+            **({} if reward is None else {f"{name}/reward": reward}),
             f"{name}/calls": float(np.mean([t.calls for t in trajectories])),
             "timing_s/testing" if name == "val" else "timing_s/tuning": timing["testing"],
             **{f"{name}/reward/{each}": value for each, value in named_rewards(trajectories).items()},

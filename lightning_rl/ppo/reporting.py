@@ -214,11 +214,13 @@ def named_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return {name: float(np.mean(values)) for name, values in sorted(given.items()) if name != FINAL}
 
 
-def rollout_metrics(trajectories: list[Trajectory], seconds: float) -> dict[str, float]:
-    """Rewards, lengths, failures and speeds of the rollouts that `seconds` were spent on."""
+def rollout_metrics(trajectories: list[Trajectory], seconds: float, began_ns: int) -> dict[str, float]:
+    """Rewards, lengths, failures and speeds of the rollouts that `seconds` were spent on. Calls from before `began_ns`
+    (nanoseconds) took none of these: a run that is resumed has found them."""
     rows = [row for t in trajectories for row in t.rows]
     calls = sum(t.calls for t in trajectories)
     made = [node.call for t in trajectories for node in t.forest.nodes.values()]
+    sampled = [call for call in made if call.start_ns >= began_ns]
     ended = Counter(t.ended_by for t in trajectories if t.ended_by is not None)
     return {f"rollouts/ended_by/{why}": float(count) for why, count in ended.items()} | {
         **policy_metrics(trajectories),
@@ -230,8 +232,8 @@ def rollout_metrics(trajectories: list[Trajectory], seconds: float) -> dict[str,
         "rollouts/calls_of_other_models": float(sum(t.other_calls for t in trajectories)),
         "rollouts/lost_rewards": float(sum(t.lost_rewards for t in trajectories)),
         "rollouts/cut_by_length": sum(call.finish_reason == "length" for call in made) / max(calls, 1),
-        "perf/calls_per_s": calls / seconds,
-        "perf/tokens_per_s": sum(t.sampled_tokens for t in trajectories) / seconds,
+        "perf/calls_per_s": len(sampled) / seconds,
+        "perf/tokens_per_s": sum(len(call.response_ids) for call in sampled) / seconds,
     }
 
 

@@ -41,11 +41,14 @@ class TuningRecord:
         self._without_rise = 0
         self._last = -math.inf
 
-    def measured(self, step: int, reward: float) -> bool:
+    def measured(self, step: int, reward: float | None) -> bool:
         """Enter the mean reward on the tuning tasks after `step`; whether it is the best so far (the first of equals).
 
-        However little it is better by, the best is the best; `min_delta` is a matter of patience alone.
+        However little it is better by, the best is the best; `min_delta` is a matter of patience alone. None, where no
+        rollout had a reward, says nothing.
         """
+        if reward is None:
+            return False
         best = reward > self.best_reward
         if best:
             self.best_step, self.best_reward = step, reward

@@ -226,9 +226,12 @@ def _enter_record(connection: sqlite3.Connection, position: int, step: int, reco
     trained = sum(call.trained_tokens for call in calls)
     weighed = sum(call.advantage * call.trained_tokens for call in calls)
     advantage = weighed / trained if trained else next((call.advantage for call in calls), None)
+    # Where its agent failed, or other rewards make it up, the store has no final one, and it counted all the same.
+    counted = None if record.reward is None else record.reward - record.overlong_penalty - record.kl_penalty
     connection.execute(
-        "UPDATE rollouts SET trained_step = ?, trained = ?, advantage = ? WHERE position = ?",
-        (step, trained, advantage, position),
+        "UPDATE rollouts SET trained_step = ?, trained = ?, advantage = ?, reward = coalesce(reward, ?) "
+        "WHERE position = ?",
+        (step, trained, advantage, counted, position),
     )
     row = (position, step, msgspec.msgpack.encode(record))
     connection.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", row)

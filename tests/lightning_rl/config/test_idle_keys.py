@@ -36,6 +36,8 @@ DISTILLED = ["distillation.enabled=true", "distillation.teacher_models.big.model
             [r"algorithm\.lam, critic\.optim\.lr: no effect without a critic, as with algorithm\.adv_estimator=gae"],
         ),
         (["critic.optim.lr=0.1", "algorithm.lam=0.9", GAE], []),
+        (["algorithm.groups_without_variance=drop"], []),
+        (["algorithm.groups_without_variance=drop", GAE], ["groups_without_variance: no effect without an estimator"]),
         (["critic.value_coef=2", GAE], [r"critic\.value_coef: no effect without critic\.shared_trunk=true"]),
         (
             ["critic.shared_trunk=true", "critic.value_coef=2", "critic.optim.lr=0.1", "critic.model.path=x", GAE],

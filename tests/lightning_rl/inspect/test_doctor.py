@@ -172,6 +172,7 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ({}, ""),
     ({"steps": steps_of(([1.0, 1.0], 0.0), *[([0.0, 1.0], 1.0)] * 2)}, "groups_without_variance"),
     ({"steps": steps_of(*[([1.0, 1.0], 0.5)] * 4)}, "groups_without_variance"),  # calls had rewards of their own
+    ({"steps": steps_of(*[([1.0], 0.5)] * 4)}, "groups_of_one"),  # compared with a critic's values
     (
         {"steps": steps_of(*[([1.0, 1.0], 0.0)] * 4), "config": {"distillation": TEACHER_ALONE}},
         "groups_without_variance",

@@ -143,6 +143,15 @@ def test_a_group_without_variance(policy: str, left_out: dict[str, int]) -> None
     assert batch.metrics()["rollouts/groups_without_variance"] == 1.0
 
 
+def test_a_group_of_like_rewards_says_something_where_none_is_compared_with() -> None:
+    fails = [rollout(name, make_call(0, None), reward=0.0) for name in "ab"]
+    succeeds = [rollout(name, make_call(0, None), reward=1.0, group="h") for name in "cd"]
+    rules = BatchRules(estimator=ESTIMATORS["reinforce_plus_plus"], groups_without_variance="drop")
+    batch = build([*fails, *succeeds], rules)
+    assert (excluded(batch), batch.groups_without_variance) == ({}, 0)
+    assert [max(each) < 0 for each in advantages(batch)] == [True, True, False, False]
+
+
 def test_infrastructure_takes_no_part_in_the_group() -> None:
     lost = rollout("c", make_call(0, None), reward=None, agent_failure=None)
     kept = [rollout("a", make_call(0, None)), rollout("b", make_call(0, None), reward=0.0)]

@@ -35,6 +35,9 @@ def test_the_best_is_the_first_of_the_highest(values: list[float]) -> None:
 def test_nothing_measured_says_nothing() -> None:
     assert TuningRecord(patience=1).best_step is None
     assert TuningRecord(patience=1).stop is None
+    unrewarded = after([-5.0, -6.0], patience=2)
+    assert not unrewarded.measured(3, None)
+    assert (unrewarded.best_step, unrewarded.stop) == (1, None)
 
 
 @pytest.mark.parametrize(

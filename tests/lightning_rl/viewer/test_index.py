@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_rl.inspect.recorded import NotRecorded
-from lightning_rl.store.contract import Finish, Reward, RolloutRequest
+from lightning_rl.store.contract import ErrorInfo, Finish, Reward, RolloutRequest
 from lightning_rl.trajectories import step_record
 from lightning_rl.viewer import search
 from lightning_rl.viewer.run import ViewedRun
@@ -34,6 +34,18 @@ def test_the_newest_come_first_and_each_has_what_became_of_it(run: ViewedRun) ->
     [row] = run.answer("rollouts", {"text": "lakes", "step": "2", "reward_min": "1"})["rollouts"]
     told = ("status", "mode", "group_id", "reward", "calls", "sampled", "trained", "advantage", "trained_step")
     assert [row[name] for name in told] == ["succeeded", "train", "g2", 1.0, 2, 4, 2, 1.0, 2]
+
+
+def test_what_a_failed_rollout_counted_with_is_in_its_group(tmp_path: Path) -> None:
+    failed = ErrorInfo(type="ValueError", message="no such table")
+    with open_store(tmp_path) as store:
+        add_rollout(store, "well", [turn("a", "b")], group="g", reward=1.0)
+        add_rollout(store, "badly", [turn("a", "c")], group="g", reward=None, error=failed)
+    step_record.write(tmp_path, record_of(1, {"well": (1.0, 1.0, 1), "badly": (0.0, -1.0, 1)}))
+    run = read(tmp_path)
+    [group] = run.answer("groups", {})["groups"]
+    assert (group["mean"], group["low"], group["high"]) == (0.5, 0.0, 1.0)
+    run.close()
 
 
 def test_filters_go_together(run: ViewedRun) -> None:
