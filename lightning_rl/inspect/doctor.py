@@ -501,13 +501,15 @@ def _nothing_selected(evidence: Evidence, share: float) -> Finding:
 def _excluded(evidence: Evidence) -> Iterator[Finding]:
     received = _grown(evidence.metrics, "tokens/received")
     prefix = "tokens/excluded/"
+    # The rollouts that REMAX compares with are greedy on purpose.
+    expected = _EXPECTED | ({"greedy_logprobs"} if any(step.estimator == "remax" for step in evidence.steps) else set())
     names = evidence.metrics[-1] if evidence.metrics else {}
     for name in names:
         reason = name.removeprefix(prefix)
         share = _share(_grown(evidence.metrics, name), received) or 0.0
         if reason == "not_selected" and not _grown(evidence.metrics, "tokens/trained"):
             yield _nothing_selected(evidence, share)
-        if not name.startswith(prefix) or reason in _EXPECTED or share < SOME:
+        if not name.startswith(prefix) or reason in expected or share < SOME:
             continue
         yield Finding(
             name=f"excluded_{reason}",

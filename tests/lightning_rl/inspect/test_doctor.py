@@ -156,6 +156,7 @@ SICK: list[tuple[dict[str, Any], str, str, float]] = [
     ({"metrics": trend("actor__entropy", [1.0] * 6 + [0.05] * 2)}, "entropy_collapse", "slows learning", 0.05),
     ({"metrics": trend("tokens__excluded__overlong", [20.0])}, "excluded_overlong", "look at it", 0.2),
     ({"metrics": trend("tokens__excluded__undelivered", [60.0])}, "excluded_undelivered", "slows learning", 0.6),
+    ({"metrics": trend("tokens__excluded__greedy_logprobs", [60.0])}, "excluded_greedy_logprobs", "slows learning", 0.6),
     (
         {"metrics": [metrics_of(1, tokens__trained=0.0, tokens__excluded__not_selected=90.0)]},
         "excluded_not_selected", "stops learning", 0.9,
@@ -218,6 +219,13 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ({"metrics": trend("actor__entropy", [1.0] * 6 + [0.2] * 2)}, "entropy_collapse"),
     ({"metrics": trend("tokens__excluded__validation", [60.0])}, "excluded_validation"),
     ({"metrics": trend("tokens__excluded__tuning", [60.0])}, "excluded_tuning"),
+    (
+        {
+            "metrics": trend("tokens__excluded__greedy_logprobs", [60.0]),
+            "steps": [msgspec.structs.replace(step, estimator="remax") for step in steps_of(([1.0, 0.0], 1.0))],
+        },
+        "excluded_greedy_logprobs",
+    ),
     ({"metrics": trend("tokens__excluded__overlong", [2000.0] * (RECENT + 2))}, "excluded_overlong"),  # long ago
 ]
 
