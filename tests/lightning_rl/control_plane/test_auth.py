@@ -1,5 +1,6 @@
 """The table of keys, cell by cell, at a real server: what each key opens, and that none is to be found anywhere."""
 
+import asyncio
 import json
 import os
 import sqlite3
@@ -10,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -20,10 +22,13 @@ import urllib3
 from lightning_rl.agents.agent import as_agent
 from lightning_rl.algorithms.base import Endpoint
 from lightning_rl.control_plane.api import ROUTES
+from lightning_rl.control_plane.gateways.cluster_rpc import ASKED
 from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.control_plane.process import ServerSettings
 from lightning_rl.control_plane.routes.auth import Keys
+from lightning_rl.control_plane.routes.required_key import OwnKey, PeerKey, RoleKey
+from lightning_rl.control_plane.routes.route import Refused
 from lightning_rl.runner import launch as runners
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import RolloutRequest
@@ -216,6 +221,50 @@ def test_the_metrics_are_the_admins(server: Server, kind: str) -> None:
 @pytest.mark.parametrize("header", ["Basic {}", "{}", "Bearer", "Bearer  ", "", "Bearer \xff\xfe", "Token {}"])
 def test_a_header_that_is_no_bearer_of_a_key_opens_nothing(header: str) -> None:
     assert Keys(admin="admin", runner="").role(header.format("admin")) is None
+
+
+def asked_with(key: str, **headers: str) -> Any:
+    """A request about the attempt `a` of the rollout `r` at gateway g, with this key."""
+    together = SimpleNamespace(is_meant="g".__eq__)
+    services = SimpleNamespace(
+        keys=Keys(admin="admin", runner="runner", peer="peer"),
+        store=SimpleNamespace(secret=b"secret"),
+        together=together,
+    )
+    return SimpleNamespace(
+        app=SimpleNamespace(state=SimpleNamespace(services=services)),
+        headers={"authorization": f"Bearer {key}"} | headers,
+        path_params={"rollout_id": "r", "attempt_id": "a"},
+        method="POST",
+        url=SimpleNamespace(path="/x"),
+    )
+
+
+def status_of(needed: Any, request: Any) -> int:
+    try:
+        asyncio.run(needed(request))
+    except Refused as refused:
+        return refused.status
+    return 200
+
+
+@pytest.mark.parametrize("given", ["admin", "runner", "peer"])
+@pytest.mark.parametrize("needed", ["admin", "runner", "peer"])
+def test_the_key_of_a_role_opens_what_is_its_own_and_the_admins_all(needed: Any, given: str) -> None:
+    assert status_of(RoleKey(needed), asked_with(given)) == (200 if given in ("admin", needed) else 403)
+
+
+@pytest.mark.parametrize(("meant", "status"), [({}, 409), ({ASKED: "another"}, 409), ({ASKED: "g"}, 200)])
+def test_a_peer_is_answered_by_the_gateway_that_it_means_alone(meant: dict[str, str], status: int) -> None:
+    assert status_of(PeerKey(), asked_with("peer", **meant)) == status
+
+
+@pytest.mark.parametrize(
+    ("rollout", "attempt", "status"), [("r", "a", 200), ("r", "an earlier one", 401), ("another", "a", 401)]
+)
+def test_the_key_of_an_attempt_renews_its_own_lease_alone(rollout: str, attempt: str, status: int) -> None:
+    key = sign_attempt_key(b"secret", rollout, attempt, int(time.time()) + 60)
+    assert status_of(OwnKey(), asked_with(key)) == status
 
 
 def test_there_is_no_runner_key_where_none_is_set() -> None:
