@@ -109,12 +109,17 @@ def test_old_log_probs_must_be_there() -> None:
 
 
 @pytest.mark.parametrize(
-    ("off_policy", "ended_ns", "compared"),
-    [(True, 5, False), (True, 11, True), (False, 5, True)],
-    ids=["off-policy, of an earlier session", "off-policy, of this session", "sync: a step done again is the same"],
+    ("off_policy", "ended_ns", "version", "compared"),
+    [
+        pytest.param(True, 5, 4, False, id="off-policy, of an earlier session"),
+        pytest.param(True, 11, 4, True, id="off-policy, of this session"),
+        pytest.param(True, 11, 5, False, id="off-policy, of an older version"),
+        pytest.param(False, 5, 4, True, id="sync: a step done again is the same"),
+        pytest.param(False, 5, 5, False, id="sync: of another version than the session began with"),
+    ],
 )
 def test_the_first_batch_is_compared_where_the_present_weights_have_sampled(
-    off_policy: bool, ended_ns: int, compared: bool
+    off_policy: bool, ended_ns: int, version: int, compared: bool
 ) -> None:
     """An earlier session, killed between two checkpoints, may have made another version of the same number."""
     call = SimpleNamespace(end_ns=ended_ns, policy_versions=lambda: [4, 4])
@@ -132,4 +137,5 @@ def test_the_first_batch_is_compared_where_the_present_weights_have_sampled(
         bypass=False, off_policy=off_policy, tolerance=Tolerance(largest=1e-4), began_ns=10, began_version=4
     )
     with pytest.raises(SamplerMismatch) if compared else nullcontext():
-        check.set_old_log_probs(batch, lambda _: [np.full(2, -2.0, np.float32)], 4)
+        check.set_old_log_probs(batch, lambda _: [np.full(2, -2.0, np.float32)], version)
+    assert check.compared == compared  # else the next batch is the first

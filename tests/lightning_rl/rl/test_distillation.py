@@ -1,5 +1,6 @@
 """Losses against a teacher: golden numbers, their gradients, the class of all other tokens."""
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -154,12 +155,41 @@ def test_a_token_without_a_teacher_has_no_loss_and_no_gradient(mode: str) -> Non
     assert gradient.isfinite().all()
 
 
+def test_a_token_without_a_teacher_has_no_advantage_where_a_control_variate_is_added() -> None:
+    student = logits(STUDENT)
+    tokens = taught(student, logits(TEACHER), SAMPLED, top=4)
+    nothing = torch.tensor([False, True, False])
+    assert tokens.teacher_top is not None
+    without = tokens._replace(
+        teacher=tokens.teacher.masked_fill(nothing, torch.nan),
+        teacher_top=tokens.teacher_top.masked_fill(nothing[:, None], torch.nan),
+    )
+    options = DistillationOptions(loss_mode="k1", use_policy_gradient=True, control_variate=True)
+    inputs = LossInputs(tokens.student, tokens.student.detach(), torch.zeros(3), torch.arange(3))
+    whole, found = (
+        policy_gradient(each, distillation_loss(each, options), inputs, options).loss for each in (tokens, without)
+    )
+    torch.testing.assert_close(found, torch.where(nothing, 0.0, whole))
+
+
+def test_the_policy_gradient_is_clipped_by_the_options_own_ratios() -> None:
+    ratio = torch.tensor([0.5, 1.5], dtype=torch.float64)
+    options = DistillationOptions(loss_mode="k1", use_policy_gradient=True, clip_ratio_low=0.1, clip_ratio_high=0.3)
+    inputs = LossInputs(ratio.log(), torch.zeros(2), torch.zeros(2), torch.arange(2))
+    advantages = torch.tensor([-1.0, 1.0], dtype=torch.float64)
+    found = policy_gradient(Taught(inputs.log_probs, torch.zeros(2)), -advantages, inputs, options)
+    assert found.loss.tolist() == pytest.approx([0.9, -1.3])
+
+
 def test_clamps_bound_a_tokens_loss_and_the_log_probabilities_of_topk() -> None:
     tokens = taught(logits(STUDENT), logits(TEACHER), SAMPLED)
     loss = distillation_loss(tokens, DistillationOptions(loss_mode="k1", use_policy_gradient=True, loss_max_clamp=0.5))
     assert loss.tolist() == pytest.approx([0.5, 0.4847086394, 0.5])
     clamped = DistillationOptions(loss_mode="forward_kl_topk", log_prob_min_clamp=-0.1)
     assert distillation_loss(tokens, clamped).tolist() == [0, 0, 0]  # all log probabilities are -0.1
+    top = Taught(*torch.tensor([[-2.0], [-2.0]]), torch.tensor([[-2.0, -9.0]]), torch.tensor([[-1.0, -4.0]]))
+    clamped = DistillationOptions(loss_mode="forward_kl_topk", log_prob_min_clamp=-3.0)
+    assert distillation_loss(top, clamped).tolist() == pytest.approx([math.exp(-1)])  # of the second both are -3
 
 
 @pytest.mark.parametrize(
