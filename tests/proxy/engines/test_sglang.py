@@ -451,6 +451,20 @@ def test_a_new_version_is_told_once_before_anything_is_sampled_under_it() -> Non
     assert [path for path, _ in server.orders] == ["/update_weight_version"]
 
 
+def test_a_version_that_was_not_taken_is_told_again() -> None:
+    server = StandIn()
+
+    async def go(engine: SGLangEngine) -> EngineFinish:
+        engine.policy_version = 4
+        there, engine._server = engine._server, EngineConnection(f"{engine.url}/elsewhere")
+        with pytest.raises(EngineRefused):
+            await generate(engine)
+        engine._server = there
+        return (await generate(engine))[1]
+
+    assert [v.version for v in with_client(server, go).version_spans] == [4]
+
+
 def test_a_server_says_which_weights_it_has_and_when_it_is_not_ready() -> None:
     server = StandIn()
 

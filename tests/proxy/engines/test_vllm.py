@@ -62,7 +62,7 @@ class Handler(BaseHTTPRequestHandler):
 def wire() -> Iterator[Wire]:
     with Wire(("127.0.0.1", 0), Handler) as server:
         server.paths, server.told = [], {}
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 
@@ -190,6 +190,7 @@ def test_the_mark_of_a_missing_logprob_is_no_logprob(wire: Wire) -> None:
         ("processed", {"temperature": 0.0, "top_p": 0.9, "top_k": 5}, 0),
         ("processed", {"temperature": 1.0, "top_p": 0.9}, None),
         ("processed", {"temperature": 1.0, "top_k": 5}, None),
+        ("processed", {"temperature": 1.0, "min_p": 0.1}, None),
         ("processed", {"temperature": 0.0, "presence_penalty": 1.0}, None),
         ("processed", {"temperature": 1.0, "json_schema": {}}, None),
     ],
@@ -223,6 +224,19 @@ def test_a_new_version_is_told_once_before_anything_is_sampled_under_it(wire: Wi
     with_client(wire, use)
     sampled, told = "/inference/v1/generate", "/update_weight_version"
     assert wire.paths == [sampled, told, sampled, sampled, told, "/resume"]
+
+
+def test_a_version_that_was_not_taken_is_told_again(wire: Wire) -> None:
+    async def use(engine: TokenEngine) -> None:
+        engine.policy_version = 4
+        wire.status = 500
+        with pytest.raises(EngineUnavailable):
+            await generate(engine)
+        wire.status = 200
+        await generate(engine)
+
+    with_client(wire, use)
+    assert wire.paths == ["/update_weight_version", "/update_weight_version", "/inference/v1/generate"]
 
 
 def test_tokens_without_a_label_are_of_the_version_at_registration(wire: Wire) -> None:
