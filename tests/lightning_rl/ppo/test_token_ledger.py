@@ -1,0 +1,112 @@
+"""The account of tokens against what gateways counted: each rollout is entered once, and what is missing has a name."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from lightning_rl.ppo.batch import BatchRules
+from lightning_rl.ppo.token_ledger import RunLedger, TokenLedger
+from lightning_rl.trajectories.token_account import ConservationError, TokenAccount
+from lightning_rl.trajectories.trajectory import Trajectory
+from lightning_rl_proxy.recording.ledger import AttemptTokens
+from tests.adapters.forests import make_call
+from tests.lightning_rl.ppo.test_batch import build, rollout
+
+
+class Counted:
+    """What gateways say of attempts, by their ids; each rollout has the attempt of its name."""
+
+    def __init__(self, **received: int) -> None:
+        self.attempts = {name: AttemptTokens(rollout_id=name, received={"m": n}) for name, n in received.items()}
+
+    def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
+        return {name: each for name, each in self.attempts.items() if each.rollout_id in rollout_ids}
+
+    def state(self) -> dict[str, Any]:
+        return {"counters": {"fork_edited_text": 2, "calls": 9}}
+
+
+def sampled(name: str, tokens: int, *more: Any) -> Trajectory:
+    """A rollout of so many sampled tokens, which its attempt has recorded."""
+    found = rollout(name, make_call(0, None, response=tokens), *more)
+    return replace(found, recorded_tokens={name: found.sampled_tokens})
+
+
+def ledger(gateways: Any, *asked: str) -> TokenLedger:
+    made = TokenLedger(TokenAccount("m"), gateways)
+    made.ask(asked)
+    return made
+
+
+def test_tokens_are_pending_until_their_rollout_is_entered_and_received_once() -> None:
+    books = ledger(Counted(a=3, b=4), "a", "b")
+    assert books.check(["a", "b"]) == {"tokens/received": 7.0, "tokens/trained": 0.0, "tokens/pending": 7.0}
+    books.enter(build([sampled("a", 3)], BatchRules()))
+    one = {"tokens/received": 7.0, "tokens/trained": 3.0, "tokens/pending": 4.0}
+    assert [books.check(["b"]), books.check(["b"])] == [one, one]
+    books.exclude(sampled("b", 4), "stale")
+    assert books.check() == {
+        "tokens/received": 7.0, "tokens/trained": 3.0, "tokens/pending": 0.0, "tokens/excluded/stale": 4.0,
+    }  # fmt: skip
+
+
+def test_a_rollout_that_is_entered_twice_stops_the_run() -> None:
+    books = ledger(Counted(a=3), "a")
+    books.exclude(sampled("a", 3), "stale")
+    books.check()
+    books.exclude(sampled("a", 3), "stale")
+    with pytest.raises(ConservationError, match="handed over 3 tokens, but 0 trained \\+ 6 excluded"):
+        books.check()
+
+
+def test_a_rollout_that_is_neither_entered_nor_in_flight_stops_the_run() -> None:
+    with pytest.raises(ConservationError, match=r"neither trained nor excluded.*\['b'\]"):
+        ledger(Counted(a=3, b=4), "a", "b").check(["a"])
+
+
+def test_what_was_left_out_before_keeps_its_reason_and_is_excluded_once() -> None:
+    books = ledger(Counted(a=7), "a")
+    books.exclude(sampled("a", 3, make_call(1, 0, response=4, delivered=False)), "frozen")
+    found = books.check()
+    assert (found["tokens/excluded/undelivered"], found["tokens/excluded/frozen"]) == (4, 3)
+
+
+def test_records_that_were_given_up_are_excluded_by_name() -> None:
+    gateways = Counted(a=5)
+    gateways.attempts["a"] = replace(gateways.attempts["a"], lost={"m": 2})
+    books = ledger(gateways, "a")
+    books.exclude(sampled("a", 3), "stale")
+    found = books.check()
+    assert (found["tokens/received"], found["tokens/excluded/recording_lost"]) == (5, 2)
+
+
+def test_an_attempt_whose_gateway_is_gone_counts_with_what_is_recorded_of_it() -> None:
+    books = ledger(Counted(), "a")
+    books.exclude(sampled("a", 3), "stale")
+    assert books.check()["tokens/received"] == 3
+
+
+def test_a_rollout_whose_records_lack_tokens_is_named() -> None:
+    books = ledger(Counted(a=3, b=5), "a", "b")
+    for name in "ab":
+        books.exclude(sampled(name, 3), "stale")
+    with pytest.raises(ConservationError) as lost:
+        books.check()
+    assert lost.value.__notes__ == [
+        "these rollouts do not hold what engines handed over for them: b (received 5, recorded 3)"
+    ]
+
+
+def test_the_policies_of_a_run_have_accounts_of_their_own_and_one_together() -> None:
+    gateways: Any = Counted(a=3)
+    books = {name: ledger(gateways) for name in ("p", "q")}
+    books["q"].account.model = "another"
+    run = RunLedger(books, gateways)
+    run.ask(["a"])
+    mine, other = sampled("a", 3), replace(rollout("a"), recorded_tokens={"a": 0})
+    run.exclude(replace(mine, of_policies={"p": mine, "q": other}), "stale")
+    found = run.check()
+    assert (found["p/tokens/received"], found["q/tokens/received"], found["tokens/received"]) == (3, 0, 3)
+    assert {name: n for name, n in found.items() if name.startswith("gateway/")} == {"gateway/fork_edited_text": 2}
