@@ -172,6 +172,17 @@ def test_what_a_killed_run_had_in_flight_is_asked_for_again_and_nothing_else() -
     assert second.asked > first.asked
 
 
+def test_groups_that_ended_and_were_not_taken_are_in_flight_where_a_run_goes_on() -> None:
+    rollouts = Scripted(lambda waiting: waiting)
+    first = in_flight(Async(2, 2), rollouts)
+    assert first.hand_over(0, 40, 1.0).queued == 4
+    later = Scripted(lambda waiting: waiting)
+    later.done = rollouts.done
+    second = in_flight(Async(2, 2), later, state=first.state_dict())
+    assert names(second.hand_over(1, 38, 1.0).taken) == ["2.0", "2.1"]
+    assert "1.0-0" not in later.asked
+
+
 @pytest.mark.parametrize("threshold", [0, 3])
 def test_what_is_left_at_the_end_is_cancelled_and_read(threshold: int) -> None:
     rollouts = Scripted(lambda waiting: waiting[:N])

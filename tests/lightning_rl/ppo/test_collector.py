@@ -1,0 +1,67 @@
+"""Which tasks make a batch, and which groups of rollouts a step trains."""
+
+from itertools import islice
+
+import pytest
+from msgspec.structs import replace
+
+from lightning_rl.config import compose
+from lightning_rl.config.schema import FilterGroups
+from lightning_rl.ppo.collector import shuffled_batches, why_not, with_variance
+from lightning_rl.ppo.off_policy.schedules import Async
+from lightning_rl.trajectories.trajectory import Trajectory
+from lightning_rl_adapters.call import VersionRange
+from tests.adapters.forests import make_call
+from tests.lightning_rl.ppo.test_batch import rollout
+
+
+def sampled_by(*versions: int) -> Trajectory:
+    """A rollout whose call has a token of each version."""
+    ranges = [VersionRange(version, at, at + 1) for at, version in enumerate(versions)]
+    return rollout("r", replace(make_call(0, None, response=len(versions)), versions=ranges))
+
+
+@pytest.mark.parametrize(
+    ("versions", "now", "reason"),
+    [((3, 5), 5, None), ((3, 5), 6, "stale"), ((5, 3), 6, "stale"), ((6,), 6, None), ((), 6, None)],
+)
+def test_a_group_is_stale_whose_oldest_token_is_older_than_the_bound(
+    versions: tuple[int, ...], now: int, reason: str | None
+) -> None:
+    group = [sampled_by(6), sampled_by(*versions)]
+    assert why_not(FilterGroups(), Async(1, 2), group, {"": now}) == reason
+
+
+def test_a_group_is_stale_where_it_is_to_one_of_several_policies() -> None:
+    old, new = sampled_by(3), sampled_by(6)
+    group = [replace(new, of_policies={"p": new, "q": old})]
+    found = [why_not(FilterGroups(), Async(1, 2), group, {"p": 6, "q": now}) for now in (5, 6)]
+    assert found == [None, "stale"]
+
+
+def test_a_greedy_rollout_makes_no_group_stale() -> None:
+    group = [sampled_by(6), replace(sampled_by(1), group_id="greedy-g")]
+    assert why_not(FilterGroups(), Async(1, 2), group, {"": 6}) is None
+
+
+def test_of_groups_that_differ_as_many_as_a_step_takes_are_trained_and_each_other_has_its_reason() -> None:
+    def group(name: str, *rewards: float) -> list[Trajectory]:
+        return [rollout(f"{name}{k}", reward=reward, group=name) for k, reward in enumerate(rewards)]
+
+    batches = iter([group("a", 0, 1) + group("b", 1, 1), group("c", 0, 1) + group("d", 1, 0), group("e", 0, 1)])
+    rolled_out, trained, reasons = with_variance(batches, 2, "reward")
+    assert [one.rollout_id for one in rolled_out] == ["a0", "a1", "b0", "b1", "c0", "c1", "d0", "d1"]
+    assert [one.rollout_id for one in trained] == ["a0", "a1", "c0", "c1"]
+    assert reasons == {"b": "zero_variance", "d": "surplus"}
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_epoch_has_every_task_once_but_for_the_remainder_and_the_next_another_order(shuffle: bool) -> None:
+    config = compose({"data": {"train_batch_size": 3, "shuffle": shuffle, "seed": 1}})
+    batches = list(islice(shuffled_batches(config, list("abcdefghi")), 6))
+    first, second = ([task for batch in epoch for task in batch] for epoch in (batches[:3], batches[3:]))
+    assert sorted(first) == sorted(second) == list(enumerate("abcdefghi"))
+    assert (first != second) == shuffle
+    [of_seven, again] = islice(shuffled_batches(config, list("abcdefg")), 1, 3)
+    assert (len(of_seven), len(again)) == (3, 3)
+    assert shuffle or again == [(0, "a"), (1, "b"), (2, "c")]
