@@ -1,9 +1,13 @@
 """What a checkpoint has of a policy beside its weights, and what of it a run that goes on takes."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from lightning_rl.ppo.run_state import PolicyState
+from lightning_rl.ppo.run_state import PolicyState, TuningRecord, begin_from
 from lightning_rl.rl.kl import AdaptiveKL, FixedKL
+from lightning_rl.training import checkpoint
 
 
 def adaptive(value: float) -> AdaptiveKL:
@@ -28,3 +32,29 @@ def test_an_adapted_coefficient_goes_on_and_a_fixed_one_is_that_of_now(
     state = PolicyState(now, "policy")
     state.load_state_dict(PolicyState(before, "policy").state_dict())
     assert state.kl_coef == after
+
+
+@pytest.mark.parametrize("names", [[""], ["p", "q"]])
+@pytest.mark.parametrize(("best_step", "best"), [(3, (3, 0.5)), (2, (None, -float("inf")))])
+def test_a_run_that_begins_with_anothers_checkpoint_has_tokens_and_a_best_step_of_its_own(
+    tmp_path: Path, names: list[str], best_step: int, best: tuple[int | None, float]
+) -> None:
+    tuning = TuningRecord()
+    tuning.measured(best_step, 0.5)
+    trained = PolicyState(adaptive(0.05), "policy")
+    trained.policy_version = 3
+    trained.account.received = trained.account.trained = 7
+    of_policies = {name: trained.state_dict() for name in names}
+    state: dict[str, Any] = of_policies[""] if names == [""] else {"policies": of_policies}
+    state |= {"step": 3, "tuning": tuning.state_dict()}
+    given = checkpoint.save(tmp_path / "other", export=lambda folder: None, state=state)
+
+    found = checkpoint.load_state(begin_from(given, tmp_path / "run"))
+    begun = TuningRecord()
+    begun.load_state_dict(found["tuning"])
+    assert (begun.best_step, begun.best_reward) == best
+    for of_policy in found.get("policies", {"": found}).values():
+        own = PolicyState(adaptive(0.2), "policy")
+        own.load_state_dict(of_policy)
+        assert (own.policy_version, own.kl_coef) == (3, 0.05)
+        assert (own.account.received, own.account.trained) == (0, 0)
