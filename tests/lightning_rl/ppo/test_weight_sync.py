@@ -1,0 +1,60 @@
+"""New weights come while calls wait at the gateway, and calls wait no longer than the engine is away."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lightning_rl.config import compose
+from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.ppo.weight_sync import WeightSync
+from lightning_rl.store.errors import StoreUnwritable
+
+
+class Told:
+    """What a store and a model are told, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def pause(self, model: str, *, mode: str = "keep", deadline_seconds: float | None = None, lease_seconds: float):
+        assert lease_seconds > 60
+        self.told.append(("pause", model, mode))
+
+    def resume(self, model: str, version: int | None = None) -> None:
+        self.told.append(("resume", model, version))
+
+    def send_weights(self, version: int) -> None:
+        self.told.append(("weights", version))
+
+
+def sync(told: Any, schedule: str = "sync", policy: Any = None) -> WeightSync:
+    models: Any = SimpleNamespace(policy=policy or SimpleNamespace(name="m"), send_weights=told.send_weights)
+    return WeightSync(compose({"trainer": {"schedule": schedule}}), told, models)
+
+
+@pytest.mark.parametrize(("schedule", "mode"), [("sync", "drain"), ("one_step_off", "keep"), ("async", "keep")])
+def test_weights_are_sent_between_a_pause_and_its_end(schedule: str, mode: str) -> None:
+    told = Told()
+    sync(told, schedule).publish(4)
+    assert told.told == [("pause", "m", mode), ("weights", 4), ("resume", "m", 4)]
+
+
+def test_calls_wait_while_an_engine_starts_again_and_go_on_when_it_is_there() -> None:
+    told, engine = Told(), VllmPolicy.__new__(VllmPolicy)
+    engine.name = "m"
+    sync(told, policy=engine).watch_outages()
+    engine.on_outage(True)
+    engine.on_outage(False)
+    assert told.told == [("pause", "m", "keep"), ("resume", "m", None)]
+
+
+def test_a_store_that_is_away_does_not_end_an_engine(caplog: pytest.LogCaptureFixture) -> None:
+    def away(*_: Any, **__: Any) -> None:
+        raise StoreUnwritable("it is away")
+
+    engine = VllmPolicy.__new__(VllmPolicy)
+    engine.name = "m"
+    sync(SimpleNamespace(pause=away, resume=away, send_weights=None), policy=engine).watch_outages()
+    engine.on_outage(True)
+    assert "calls do not wait for the engine that starts again: it is away" in caplog.text
