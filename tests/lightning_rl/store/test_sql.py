@@ -298,3 +298,12 @@ def test_whoever_sets_the_machines_clock_ends_no_attempt(tmp_path: Path, monkeyp
         monkeypatch.setattr(time, "time", lambda: real() - 3 * 3600)
         monkeypatch.setattr(time, "monotonic", lambda: monotonic() + 45)
         assert [late.why for late in store.overdue()] == ["lease"]
+
+
+def test_rollouts_that_ended_are_counted_once_however_often_somebody_asks(tmp_path: Path) -> None:
+    with closing(SqlStore(f"sqlite:///{tmp_path / 'store.db'}")) as store:
+        store.enqueue([RolloutRequest(task=None, rollout_id=name) for name in "abc"])
+        store.cancel("a")
+        assert [store.counts() for _ in range(3)] == [{"cancelled": 1, "queued": 2}] * 3
+        store.cancel("b")
+        assert [store.counts() for _ in range(2)] == [{"cancelled": 2, "queued": 1}] * 2
