@@ -307,3 +307,10 @@ def test_rollouts_that_ended_are_counted_once_however_often_somebody_asks(tmp_pa
         assert [store.counts() for _ in range(3)] == [{"cancelled": 1, "queued": 2}] * 3
         store.cancel("b")
         assert [store.counts() for _ in range(2)] == [{"cancelled": 2, "queued": 1}] * 2
+
+
+def test_a_gateway_remembers_its_own_runs_and_none_of_another_whose_name_looks_alike(tmp_path: Path) -> None:
+    with closing(SqlStore(f"sqlite:///{tmp_path / 'store.db'}")) as store:
+        store.remember_run("g_1", "mine", "{}")
+        store.remember_run("gx1", "theirs", "{}")
+        assert store.remembered_runs("g_1") == {"mine": "{}"}
