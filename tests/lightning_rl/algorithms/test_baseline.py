@@ -168,7 +168,7 @@ class Service(BaseHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def service() -> Iterator[str]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Service) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/v1"
         server.shutdown()
 

@@ -39,7 +39,7 @@ class Server(NamedTuple):
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as engine:
-        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        threading.Thread(target=engine.serve_forever, args=(0.01,), daemon=True).start()
         url = f"http://127.0.0.1:{engine.server_port}"
         policy = policy_of(engines=[{"model": "policy", "kind": "embedded", "url": url}])
         with launch(tmp_path_factory.mktemp("sessions"), policy, admin_key="admin", runner_key="runner") as serving:

@@ -99,7 +99,7 @@ def test_what_is_no_server_of_this_version_or_refuses_the_key_is_named(
     ):
         check_servers([HttpStore(url, "admin")], endpoint())
     with ThreadingHTTPServer(("127.0.0.1", 0), NotOurs) as other:
-        threading.Thread(target=other.serve_forever, daemon=True).start()
+        threading.Thread(target=other.serve_forever, args=(0.01,), daemon=True).start()
         with pytest.raises(CannotAttach, match="is no lightning_rl server, or one of another version"):
             check_servers([HttpStore(f"http://127.0.0.1:{other.server_port}", "admin")], endpoint())
         other.shutdown()

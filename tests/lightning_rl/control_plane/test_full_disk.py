@@ -59,7 +59,7 @@ class Engine(BaseHTTPRequestHandler):
 @pytest.fixture
 def engine():
     with ThreadingHTTPServer(("127.0.0.1", 0), Engine) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield {"model": "policy", "kind": "embedded", "url": f"http://127.0.0.1:{server.server_port}"}
         server.shutdown()
 

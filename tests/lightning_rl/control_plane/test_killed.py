@@ -150,7 +150,7 @@ def sampled(ids: list[int]) -> bytes:
 @contextlib.contextmanager
 def engine() -> Iterator[dict[str, str]]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Streams) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield {"model": "policy", "kind": "embedded", "url": f"http://127.0.0.1:{server.server_port}"}
         server.shutdown()
 

@@ -81,7 +81,7 @@ class Receiver:
 @pytest.fixture
 def receiver() -> Iterator[Receiver]:
     receiver = Receiver()
-    thread = threading.Thread(target=receiver.server.serve_forever)
+    thread = threading.Thread(target=receiver.server.serve_forever, args=(0.01,))
     thread.start()
     yield receiver
     receiver.goes_on.set()

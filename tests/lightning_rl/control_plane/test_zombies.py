@@ -46,7 +46,7 @@ def store(tmp_path):
     SlowEngine.may.set()
     SlowEngine.asked.clear()
     with ThreadingHTTPServer(("127.0.0.1", 0), SlowEngine) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         engine = {"model": "policy", "kind": "embedded", "url": f"http://127.0.0.1:{server.server_port}"}
         with launch(tmp_path, policy_of(engines=[engine]), admin_key="a", runner_key="r") as serving:
             yield HttpStore(serving.url, "a", patience_seconds=0)

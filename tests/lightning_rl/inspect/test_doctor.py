@@ -156,7 +156,10 @@ SICK: list[tuple[dict[str, Any], str, str, float]] = [
     ({"metrics": trend("actor__entropy", [1.0] * 6 + [0.05] * 2)}, "entropy_collapse", "slows learning", 0.05),
     ({"metrics": trend("tokens__excluded__overlong", [20.0])}, "excluded_overlong", "look at it", 0.2),
     ({"metrics": trend("tokens__excluded__undelivered", [60.0])}, "excluded_undelivered", "slows learning", 0.6),
-    ({"metrics": trend("tokens__excluded__greedy_logprobs", [60.0])}, "excluded_greedy_logprobs", "slows learning", 0.6),
+    (
+        {"metrics": trend("tokens__excluded__greedy_logprobs", [60.0])},
+        "excluded_greedy_logprobs", "slows learning", 0.6,
+    ),
     (
         {"metrics": [metrics_of(1, tokens__trained=0.0, tokens__excluded__not_selected=90.0)]},
         "excluded_not_selected", "stops learning", 0.9,

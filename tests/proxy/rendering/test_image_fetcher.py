@@ -50,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def host() -> Iterator[Host]:
     with Host() as host:
-        threading.Thread(target=host.serve_forever).start()
+        threading.Thread(target=host.serve_forever, args=(0.01,)).start()
         host.files["/cat.png"] = (200, CAT, {})
         yield host
         host.shutdown()
