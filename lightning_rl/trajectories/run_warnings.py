@@ -162,7 +162,8 @@ def _failing_pays(trajectories: Sequence[Trajectory]) -> tuple[int, str] | None:
 
 def _maybe_called_as_others(trajectories: Sequence[Trajectory]) -> int:
     """How many rollouts made no call that may be among those of others; 0 where these have too few for that."""
-    without = sum(trajectory.error is None and not trajectory.calls for trajectory in trajectories)
+    silent = (t for t in trajectories if t.error is None and not t.calls and not t.other_calls)
+    without = sum(refused_prompt(trajectory.ended_by) is None for trajectory in silent)
     begun = (sum(node.parent is None for node in t.forest.nodes.values()) for t in trajectories)
     return without if without <= sum(max(number - 1, 0) for number in begun) else 0
 
