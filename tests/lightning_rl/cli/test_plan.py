@@ -47,6 +47,7 @@ def test_a_plan_as_json_and_its_status(model: str) -> None:
     assert json.loads(small.output)["fits"] is False
 
 
+@pytest.mark.long
 def test_a_plan_says_who_is_on_which_gpu_and_what_cannot_be(model: str) -> None:
     runner, rollout = CliRunner(), "actor_rollout_ref.rollout."
     words = ["plan", "--gpus", "2x24", model, f"{rollout}name=vllm"]

@@ -4,13 +4,14 @@ import subprocess
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lightning_rl.agents.resources import LLM
 from lightning_rl.command_agent.agent import CommandAgent
 from lightning_rl.command_agent.script import check_scripts, filled_script, filled_words
 from lightning_rl.command_agent.template import CommandError, Values
+from tests.random_examples import examples
 
 LLM_OF_TEST = LLM("m", "http://h/rollout/r/attempt/a/v1", "key", "http://h/rollout/r/attempt/a")
 SHAPES = [
@@ -35,6 +36,7 @@ def printed(script: str, variables: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("script", SHAPES)
+@settings(max_examples=examples(40))
 @given(said=TEXTS)
 @example(said="New York")
 @example(said='it\'s $(touch gone) `x` "$HOME" \\ *')

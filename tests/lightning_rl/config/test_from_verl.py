@@ -136,6 +136,7 @@ def _at(config: Any, name: str) -> Any:
     return config
 
 
+@pytest.mark.long
 def test_the_example_commands_compose_and_plan(place: dict[str, str]) -> None:
     why = {name: planned(overrides, place) for name, overrides in SCRIPTS.items()}
     left = {name: reason for name, reason in why.items() if reason is not None}

@@ -257,6 +257,7 @@ def test_an_adapter_is_exported_merged_or_alone(tmp_path: Path) -> None:
             np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.long
 def test_number_formats_are_what_the_keys_say() -> None:
     def formats(made: Models) -> tuple[Any, Any, Any]:
         engine: Any = made.policy.engine._policy.model
