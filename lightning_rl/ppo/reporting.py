@@ -233,7 +233,7 @@ def rollout_metrics(trajectories: list[Trajectory], seconds: float, began_ns: in
         "rollouts/lost_rewards": float(sum(t.lost_rewards for t in trajectories)),
         "rollouts/cut_by_length": sum(call.finish_reason == "length" for call in made) / max(calls, 1),
         "perf/calls_per_s": len(sampled) / seconds,
-        "perf/tokens_per_s": sum(len(call.response_ids) for call in sampled) / seconds,
+        "perf/tokens_per_s": sum(call.sampled_tokens for call in sampled) / seconds,
     }
 
 

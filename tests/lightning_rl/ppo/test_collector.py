@@ -7,8 +7,9 @@ from msgspec.structs import replace
 
 from lightning_rl.config import compose
 from lightning_rl.config.schema import FilterGroups
-from lightning_rl.ppo.collector import shuffled_batches, why_not, with_variance
+from lightning_rl.ppo.collector import Collected, shuffled_batches, why_not, with_variance
 from lightning_rl.ppo.off_policy.schedules import Async
+from lightning_rl.ppo.reporting import rollout_metrics
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters.call import VersionRange
 from tests.adapters.forests import make_call
@@ -53,6 +54,17 @@ def test_of_groups_that_differ_as_many_as_a_step_takes_are_trained_and_each_othe
     assert [one.rollout_id for one in rolled_out] == ["a0", "a1", "b0", "b1", "c0", "c1", "d0", "d1"]
     assert [one.rollout_id for one in trained] == ["a0", "a1", "c0", "c1"]
     assert reasons == {"b": "zero_variance", "d": "surplus"}
+
+
+def test_what_was_cancelled_before_a_call_and_what_another_session_sampled_counts_in_no_mean_and_no_speed() -> None:
+    here = rollout("here", replace(make_call(0, None), start_ns=20, overshoot=1))
+    before = rollout("before", replace(make_call(0, None), start_ns=5))
+    cancelled, silent = rollout("cancelled"), rollout("silent")
+    collected = Collected([here, before, cancelled, silent], [here, before, silent], {"cancelled": "surplus"})
+    assert collected.begun == [here, before, silent]
+    found = rollout_metrics(collected.begun, seconds=2.0, began_ns=10)
+    assert (found["rollouts/without_calls"], found["num_turns/mean"]) == (1.0, 2 / 3)
+    assert (found["perf/calls_per_s"], found["perf/tokens_per_s"]) == (0.5, 1.5)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -474,37 +474,27 @@ def test_an_engine_whose_tokens_have_older_weights_than_it_was_known_by_is_away_
     run(work)
 
 
-def test_tokens_of_a_call_that_began_before_an_update_say_nothing_of_the_weights_that_it_brought() -> None:
+@pytest.mark.parametrize(
+    ("version", "give_weights"),
+    [
+        pytest.param(1, lambda router: router.resume(None, 2), id="by an update"),
+        pytest.param(8, lambda router: router.confirm_weights("m 0", 8), id="the same anew"),
+    ],
+)
+def test_tokens_of_a_call_that_began_before_an_engine_was_given_weights_say_nothing_of_these(
+    version: int, give_weights: Callable[[Router], Awaitable[None]]
+) -> None:
     async def work() -> None:
         engine = Labelled()
         router = routing(engine)
-        await router.resume(None, 1)
+        await router.resume(None, version)
         engine.restart()
         engine.hold = asyncio.Event()
         call = asyncio.create_task(sample(router))
         while not engine.calls:
             await asyncio.sleep(0)
         await router.check()
-        await router.resume(None, 2)
-        engine.hold.set()
-        assert (await call).versions == [VersionRange(0, 0, 3)]
-        assert away(router) == [None]
-
-    run(work)
-
-
-def test_tokens_of_a_call_that_began_before_an_engine_was_given_its_weights_anew_say_nothing_of_them() -> None:
-    async def work() -> None:
-        engine = Labelled()
-        router = routing(engine)
-        await router.resume(None, 8)
-        engine.restart()
-        engine.hold = asyncio.Event()
-        call = asyncio.create_task(sample(router))
-        while not engine.calls:
-            await asyncio.sleep(0)
-        await router.check()
-        await router.confirm_weights("m 0", 8)
+        await give_weights(router)
         engine.hold.set()
         assert (await call).versions == [VersionRange(0, 0, 3)]
         assert away(router) == [None]
