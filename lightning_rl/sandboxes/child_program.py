@@ -142,7 +142,7 @@ async def _run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             if mark is not None:
-                _kill_started_by(process.pid, mark)
+                await asyncio.to_thread(_kill_started_by, process.pid, mark)  # it reads of every process there is
             await asyncio.wait([reading], timeout=_DRAIN_SECONDS)
             reading.cancel()
     return Done(status, bytes(kept))
