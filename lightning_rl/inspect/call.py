@@ -145,7 +145,7 @@ def detail(
     call = tree.nodes[call_id].call
     attributes = next(span.attributes for span in attempt.spans if span.span_id == call_id)
     excluded = why_excluded(trace.rollout, attempt.attempt)
-    cut = rows_of(tree, run)
+    cut = rows_of(tree, run, training=trace.rollout.mode == "train")
     views = [view for view in row_views(tree, cut) if any(part.number == numbers[call_id] for part in view.calls)]
     owner = next((view.number for view in views if call_id in cut[view.number - 1].call_ids), None)
     row_excluded = None if owner is None else cut[owner - 1].excluded

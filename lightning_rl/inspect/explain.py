@@ -137,14 +137,13 @@ def explain(
     )
 
 
-def rows_of(
-    tree: Forest,
-    run: TrainedBy,
-) -> list[Row]:
-    """The rows that training by `run` cuts from an attempt."""
+def rows_of(tree: Forest, run: TrainedBy, *, training: bool) -> list[Row]:
+    """The rows that training by `run` cuts from an attempt of a rollout for `training`."""
     calls = [node.call for node in tree.nodes.values()]
-    left_out = context_of(calls, run.select)
-    return rows.cut(tree, {}, max_tokens=run.max_tokens, left_out=left_out | trained.left_out_calls(run.found))
+    left_out = context_of(calls, run.select, training=training) | trained.left_out_calls(run.found)
+    cut = rows.cut(tree, {}, max_tokens=run.max_tokens, left_out=left_out)
+    trained.leave_out_tokens(cut, run.found)
+    return cut
 
 
 def numbers_of(tree: Forest) -> dict[str, int]:
@@ -186,7 +185,7 @@ def _attempt(
     if attempt.attempt_id != rollout.counting_attempt_id:
         run = run._replace(found=None)  # a step sees only the attempt that counts
     tree = forest.build(calls_of(trace.spans))
-    cut = rows_of(tree, run)
+    cut = rows_of(tree, run, training=rollout.mode == "train")
     for row in cut:
         row.excluded = row.excluded or reason
     attributes = {span.span_id: span.attributes for span in trace.spans}

@@ -284,20 +284,22 @@ class RowReader:
         return reader(config, models, selection(config.algorithm.train_agents, None))(trace)
 
     def _rows(self, trajectory: Trajectory, found: trained.Found | None) -> list[Row]:
-        """The rows, without those calls that the step left out, which its record alone knows."""
+        """The rows, without those calls and tokens that the step left out, which its record alone knows."""
         more = {
             call_id: reason
             for call_id, reason in trained.left_out_calls(found).items()
             if found is not None and found[1].left_out is None and call_id not in trajectory.why_left_out
         }
-        if not more or all(row.excluded for row in trajectory.rows):
-            return trajectory.rows
-        return rows.cut(
-            trajectory.forest,
-            credit.final_values(trajectory.forest, trajectory.reward),
-            max_tokens=folder.trained_by(self._config).max_tokens,
-            left_out=trajectory.why_left_out | more,
-        )
+        cut = trajectory.rows
+        if more and not all(row.excluded for row in cut):
+            cut = rows.cut(
+                trajectory.forest,
+                credit.final_values(trajectory.forest, trajectory.reward),
+                max_tokens=folder.trained_by(self._config).max_tokens,
+                left_out=trajectory.why_left_out | more,
+            )
+        trained.leave_out_tokens(cut, found)
+        return cut
 
     def _found(self, rollout: Rollout) -> trained.Found | None:
         """The record of the step that trained it; steps come one after the other, so that the last is kept."""

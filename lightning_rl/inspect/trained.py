@@ -3,13 +3,15 @@
 Pure: records in, views out. Invariant: nothing is computed anew; where no record says it, it is not told.
 """
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import msgspec
 
 from lightning_rl.trajectories.step_record import CallRecord, PlusRecord, RolloutRecord, StepRecord
 from lightning_rl_adapters.call import Call
+from lightning_rl_adapters.rows import Row
 
 Found = tuple[StepRecord, RolloutRecord]
 
@@ -118,6 +120,21 @@ def left_out_calls(found: Found | None) -> dict[str, str]:
         return {}
     calls = found[1].calls
     return {call_id: reason for call_id, call in calls.items() if (reason := why_left_out(found[1], call))}
+
+
+def leave_out_tokens(cut: Iterable[Row], found: Found | None) -> None:
+    """Make context of those tokens that the step left out of calls that it trained, as a rollout correction or
+    `max_response_length` does."""
+    calls = {} if found is None else found[1].calls
+    kept = {call_id: set(call.kept) for call_id, call in calls.items() if call.trained_tokens and call.kept is not None}
+    for row in cut if kept else ():
+        seen: Counter[str] = Counter()
+        for at, call_id in enumerate(row.call_ids):
+            if call_id in kept:
+                if seen[call_id] not in kept[call_id]:
+                    row.loss_mask[at] = 0
+                    row.logprobs[at] = row.policy_versions[at] = row.call_ids[at] = row.temperature[at] = None
+                seen[call_id] += 1
 
 
 def places(call: CallRecord, sampled: int) -> list[int]:

@@ -33,6 +33,15 @@ def why_context(call: Call, select: Callable[[Call], bool] | None) -> str | None
     return HOUSEKEEPING if call.is_housekeeping else "not_selected"
 
 
-def context_of(calls: Iterable[Call], select: Callable[[Call], bool] | None) -> dict[str, str]:
-    """The calls that are context alone, with the reason of each."""
-    return {call.call_id: reason for call in calls if (reason := why_context(call, select)) is not None}
+def context_of(
+    calls: Iterable[Call], select: Callable[[Call], bool] | None, *, training: bool = False
+) -> dict[str, str]:
+    """The calls that are context alone, with the reason of each. `training` is that of a rollout for training: there a
+    greedy answer is no sample of the policy, whatever its logprobs."""
+    found = {}
+    for call in calls:
+        if training and call.logprob_kind == "greedy" and call.trainable:
+            found[call.call_id] = "greedy_logprobs"
+        elif (reason := why_context(call, select)) is not None:
+            found[call.call_id] = reason
+    return found

@@ -218,10 +218,7 @@ def _judge(
     agent_failed = not infrastructure and (rollout.status == "failed" or given is None)
     if agent_failed:
         rewards = msgspec.structs.replace(rewards, final=agent_failure)
-    context = context_of(calls, select)
-    if rollout.mode == "train":
-        # A greedy answer is no sample of the policy, whatever its logprobs.
-        context |= {c.call_id: "greedy_logprobs" for c in calls if c.logprob_kind == "greedy" and c.trainable}
+    context = context_of(calls, select, training=rollout.mode == "train")
     why = {call.call_id: reason for call in calls if (reason := rows.why_left_out(call, context))}
     tokens: Counter[str] = Counter({"overshoot": sum(call.overshoot for call in calls)})
     for call in calls:

@@ -51,6 +51,11 @@ def test_a_call_is_one_line_with_all_that_marks_it() -> None:
     )
 
 
+def test_greedy_answers_are_not_to_be_trained() -> None:
+    greedy = msgspec.structs.replace(say(1, "a", "b c"), logprob_kind="greedy")
+    assert "row 1: 3 tokens, 0 to be trained, exact: true, left out: greedy_logprobs" in "\n".join(lines_of(greedy))
+
+
 def test_long_messages_are_cut_and_stay_on_their_line() -> None:
     said = draw.first_words("one\ntwo " * 20, 10)
     assert said == "one\\ntwo o... (180 characters)"

@@ -164,6 +164,18 @@ def test_rows_leave_out_what_the_step_left_out_by_its_reason(run_dir: Path) -> N
     assert third["excluded"] is None
 
 
+def test_rows_leave_out_tokens_that_the_step_left_out_of_a_call(run_dir: Path) -> None:
+    whole = exported(run_dir, "rows", "jsonl")[0]
+    record = rollout_record("train-1-0", "g", 0.5)
+    record.calls["train-1-0-c1"] = call_record([1], [-0.5])
+    write_run(run_dir, steps=[step_of(7, record)])
+    row = exported(run_dir, "rows", "jsonl")[0]
+    first, second = (at for at, call_id in enumerate(whole["call_ids"]) if call_id == "train-1-0-c1")
+    assert [at for at, mask in enumerate(whole["loss_mask"]) if mask and not row["loss_mask"][at]] == [first]
+    assert row["call_ids"][first] is row["logprobs"][first] is None
+    assert row["call_ids"][second] == "train-1-0-c1"
+
+
 def test_spans_are_those_of_the_server_and_calls_alone_where_asked(run_dir: Path) -> None:
     spans = exported(run_dir, "spans", "jsonl", limit=1)
     assert [span["span_id"] for span in spans] == ["train-1-0-c1", "train-1-0-c2"]
