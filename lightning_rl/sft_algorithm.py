@@ -6,6 +6,8 @@ The loss is the mean negative log-likelihood of answer tokens. It is the policy 
 where the advantage of a token is its weight, so models, packing, optimizer, workers and checkpoints are those of PPO.
 """
 
+import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace as replaced
 from pathlib import Path
@@ -39,6 +41,7 @@ from lightning_rl.telemetry.metrics import jsonl
 from lightning_rl.telemetry.metrics.about import About
 from lightning_rl.training import checkpoint
 
+_log = logging.getLogger(__name__)
 _CONFIG = "config.yaml"  # in the run folder
 _OF_ACTOR = {
     "actor/pg_loss": "sft/loss",
@@ -90,6 +93,7 @@ class SFT(ConfiguredAlgorithm):
         self.history: list[dict[str, float]] = []
         self.examples = Examples()
         self.step = 0
+        self._trained: set[str] = set()  # the rollouts that were in a batch so far
         self.run_dir = Path()
         self.teacher = (
             None if self.config.sft.teacher is None else TeacherBaseline(self.config, self.config.sft.teacher)
@@ -232,6 +236,7 @@ class SFT(ConfiguredAlgorithm):
             models.actor.onload()
             found = models.actor.update(models.actor.plan(rows, len(batch)))
             models.actor.offload()
+        self._trained.update(one.rollout_id for one in batch)
         metrics = {name: found[of_actor] for of_actor, name in _OF_ACTOR.items() if of_actor in found}
         metrics["sft/epoch"] = self.step / self._steps_per_epoch
         metrics["sft/tokens"] = float(sum(one.tokens for one in batch))
@@ -294,12 +299,18 @@ class SFT(ConfiguredAlgorithm):
         return [trained[index] for index in order]
 
     def _seen(self) -> int:
-        """Tokens that were trained at least once: those of the first pass, as far as it came."""
-        return sum(one.tokens for one in self._ordered(0)[: self.step * self.config.data.train_batch_size])
+        """Tokens that were trained at least once."""
+        return sum(one.tokens for one in self.examples.trained if one.rollout_id in self._trained)
 
     def _save(self, models: Models) -> None:
         checkpoints = self.run_dir / "checkpoints"
-        state = {"step": self.step, "models": models.state_dict(), "rng": checkpoint.rng_state()}
+        state = {
+            "step": self.step,
+            "trained": sorted(self._trained),
+            "order": self._order_of_now,
+            "models": models.state_dict(),
+            "rng": checkpoint.rng_state(),
+        }
         checkpoint.save(checkpoints / f"step-{self.step}", export=models.export, state=state)
         checkpoint.prune(checkpoints, self.config.trainer.max_actor_ckpt_to_keep)
 
@@ -312,6 +323,27 @@ class SFT(ConfiguredAlgorithm):
         self.step = saved["step"]
         models.load_state_dict(saved["models"])
         checkpoint.set_rng_state(saved["rng"])
+        # A checkpoint of an earlier release does not say: then what the traces of now make of its steps.
+        first = self._ordered(0)[: self.step * self.config.data.train_batch_size]
+        self._trained = set(saved.get("trained", [one.rollout_id for one in first]))
+        if saved.get("order", self._order_of_now) != self._order_of_now:
+            _log.warning(
+                "the traces, data.train_batch_size, data.shuffle or data.seed are not those of the run so far: of the "
+                "epoch in which it goes on some rollouts are trained twice, and some not at all"
+            )
+        if known := sum(one.rollout_id in self._trained for one in self.examples.held_out):
+            _log.warning(
+                "%d of the %d rollouts that are held out were trained before: sft/held_out_loss is none of unseen ones",
+                known,
+                len(self.examples.held_out),
+            )
+
+    @property
+    def _order_of_now(self) -> str:
+        """What the order of the batches hangs on, as a digest."""
+        data, names = self.config.data, [one.rollout_id for one in self.examples.trained]
+        what = msgspec.json.encode([data.train_batch_size, data.shuffle, data.seed, names])
+        return hashlib.blake2b(what, digest_size=16).hexdigest()
 
 
 def as_trained(config: Config) -> Config:
@@ -325,7 +357,7 @@ def as_trained(config: Config) -> Config:
         entropy_coeff=0.0,
         use_kl_loss=False,
         policy_loss=replace(ours.actor.policy_loss, loss_mode="gpg"),
-        optim=replace(ours.actor.optim, lr=config.sft.lr or ours.actor.optim.lr),
+        optim=replace(ours.actor.optim, lr=ours.actor.optim.lr if config.sft.lr is None else config.sft.lr),
     )
     return replace(
         config,

@@ -64,7 +64,7 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path) -> None:
     pid = int(found.said.split()[0])
     assert found.verdict == "timed out"
     state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
-    assert state in ("", "Z")
+    assert state[:1] in ("", "Z")  # a niced one is ZN
 
 
 def test_the_most_memory_of_a_part_is_told() -> None:

@@ -1383,7 +1383,7 @@ class SftSection(Section, frozen=True):
     ] = None
     n: Annotated[Positive, effect("rollouts of the teacher on each task")] = 1
     lr: Annotated[
-        float | None, effect("learning rate of supervised training; null: `actor_rollout_ref.actor.optim.lr`")
+        Above0 | None, effect("learning rate of supervised training; null: `actor_rollout_ref.actor.optim.lr`")
     ] = None
     total_epochs: Annotated[Positive | None, effect("passes over what is learned from; null: as `trainer` says")] = None
     total_training_steps: Annotated[Positive | None, effect("supervised steps; null: as epochs make them")] = None

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_rl.config import ConfigError
+from lightning_rl_proxy.dialects.chat_completions import read_message
+from lightning_rl_proxy.errors import GatewayError
 
 MODEL = "chats"  # by which `sft.models` chooses them
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def is_chat(record: Any) -> bool:
@@ -27,7 +28,8 @@ def calls_of(record: Mapping[str, Any], rollout_id: str, place: str) -> Iterator
     asked: list[dict[str, Any]] = []
     number = 0
     for message in _messages(record["messages"], place):
-        weight = message.pop("weight", 1)
+        if (weight := message.pop("weight", 1)) not in (0, 1):
+            raise ConfigError(f"{place}: an answer has weight {weight!r}; it is 1, which is learned, or 0: context")
         if message["role"] != "assistant" or weight == 0:
             asked.append(message)
             continue
@@ -55,14 +57,24 @@ def calls_of(record: Mapping[str, Any], rollout_id: str, place: str) -> Iterator
 
 
 def _messages(given: Any, place: str) -> list[dict[str, Any]]:
+    """The messages as the gateway would read them of an agent's request."""
     if not isinstance(given, list):
         raise ConfigError(f"{place}: messages is {given!r:.80}; it must be a list")
     messages = []
-    for number, one in enumerate(given, start=1):
-        if not isinstance(one, Mapping) or one.get("role") not in _ROLES:
-            raise ConfigError(f"{place}: message {number} is {one!r:.80}; its role must be one of {', '.join(_ROLES)}")
-        messages.append({name: value for name, value in one.items() if value is not None})  # as Parquet fills them
-        messages[-1].setdefault("content", None if one.get("tool_calls") else "")
+    for number, one in enumerate(given):
+        if not isinstance(one, Mapping):
+            raise ConfigError(f"{place}: messages[{number}] is {one!r:.80}; it must be an object with a role")
+        told = {name: value for name, value in one.items() if value is not None}  # those that Parquet adds
+        try:
+            messages.append(read_message(number, told))
+        except GatewayError as error:
+            raise ConfigError(f"{place}: {error.message}") from error
+        for call in told.get("tool_calls", ()):
+            function = call.get("function")
+            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+                raise ConfigError(f"{place}: messages[{number}].tool_calls has {call!r:.80}: it names no function")
+            if not isinstance(function.get("arguments"), str | Mapping):
+                raise ConfigError(f"{place}: messages[{number}].tool_calls has {call!r:.80}: it has no arguments")
     return messages
 
 

@@ -51,7 +51,10 @@ class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls of a rollout's counting attempt, in order of arrival; `reward` is None where it was given none."""
+    """The calls of a rollout's counting attempt, in order of arrival; `reward` is None where it was given none.
+
+    Runs number their groups alike, so `group_id` begins with the number of the source.
+    """
 
     rollout_id: str
     group_id: str
@@ -79,7 +82,7 @@ def read(sources: Sequence[str | Path]) -> tuple[list[CallTrace], Counter[str]]:
                     f"sft.traces: rollout {first.rollout_id} is in {sources[other]} and in {source}: name one, once"
                 )
         found, superseded = of_calls(itertools.chain.from_iterable(of_source))
-        traces += found
+        traces += [msgspec.structs.replace(trace, group_id=f"{number}/{trace.group_id}") for trace in found]
         excluded += superseded
     return traces, excluded
 
@@ -170,22 +173,27 @@ def _calls(source: Path) -> Iterator[TracedCall]:
         return
     if not source.is_file():
         raise ConfigError(f"sft.traces: there is no run folder and no file {source.resolve()}")
-    try:
-        for number, record in enumerate(_records(source), start=1):
-            place = f"sft.traces: {source}, record {number}"
-            for call in chats.calls_of(record, f"{source}:{number}", place) if chats.is_chat(record) else (record,):
-                yield msgspec.convert(call, TracedCall)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"sft.traces: {source} is no file of `lightning-rl export --what calls`, nor of chats ({error}); export "
-            "the run again, or name its folder; a chat is a record with `messages`"
-        ) from error
+    records, at_end = _records(source), object()
+    for number in itertools.count(1):
+        place = f"sft.traces: {source}, record {number}"
+        try:
+            if (record := next(records, at_end)) is at_end:
+                return
+            of_chat = chats.is_chat(record)
+            calls = chats.calls_of(record, f"{source}:{number}", place) if of_chat else (record,)
+            read = [msgspec.convert(call, TracedCall) for call in calls]
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{place} is none of `lightning-rl export --what calls`, nor a chat ({error}); export the run again, "
+                "or name its folder; a chat is a record with `messages`"
+            ) from error
+        yield from read
 
 
-def _records(file: Path) -> Iterator[dict[str, Any]]:
+def _records(file: Path) -> Iterator[Any]:
     if file.suffix != ".parquet":
         with file.open("rb") as lines:
-            yield from (msgspec.json.decode(line) for line in lines)
+            yield from (msgspec.json.decode(line) for line in lines if not line.isspace())
         return
     try:
         import pyarrow.parquet as pq

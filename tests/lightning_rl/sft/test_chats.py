@@ -20,7 +20,7 @@ from .records import CHECKPOINT, write
 RENDERER = load_renderer(CHECKPOINT, "template", "student")
 
 
-def said(role: str, content: str, **more: Any) -> dict[str, Any]:
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -62,17 +62,49 @@ def test_rewards_choose_and_parquet_holds_the_same(tmp_path: Path) -> None:
     ("record", "message"),
     [
         ({"messages": "hi"}, "record 1: messages is 'hi'; it must be a list"),
+        ({"messages": ["hi"]}, r"record 1: messages\[0\] is 'hi'; it must be an object with a role"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, r"record 1: messages\[0\].role is 'bot'; it is one of"),
+        ({"messages": [*TALK[:2], said("assistant", "x", weight=0.5)]}, "record 1: an answer has weight 0.5; it is 1"),
         (
-            {"messages": [{"role": "bot", "content": "x"}]},
-            "record 1: message 1 is .*; its role must be one of system, ",
+            {"messages": [TALK[1], said("assistant", "", tool_calls=[{"function": {"arguments": "{}"}}])]},
+            r"record 1: messages\[1\].tool_calls has .*: it names no function",
+        ),
+        (
+            {"messages": [TALK[1], said("assistant", "", tool_calls=[{"function": {"name": "add"}}])]},
+            r"record 1: messages\[1\].tool_calls has .*: it has no arguments",
         ),
         ({"messages": TALK[:2]}, "record 1 has no message of the assistant"),
-        ({"text": "hi"}, "nor of chats"),
+        ({"text": "hi"}, "record 1 is none of .*, nor a chat"),
     ],
 )
 def test_what_is_no_chat_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(write(tmp_path / "chats.jsonl", [record]))
+
+
+def test_a_line_that_is_no_json_is_named_and_an_empty_one_is_passed_over(tmp_path: Path) -> None:
+    chat = json.dumps({"messages": TALK})
+    (file := tmp_path / "chats.jsonl").write_text(f"{chat}\n\n{chat}\n")
+    assert len(load(file).trained) == 2
+    file.write_text(f"{chat}\n{{oops\n")
+    with pytest.raises(ConfigError, match="record 2 is none of"):
+        load(file)
+
+
+def test_messages_are_what_the_gateway_would_read(tmp_path: Path) -> None:
+    def prompt(messages: list[dict[str, Any]]) -> list[int]:
+        [one] = load(write(tmp_path / "chats.jsonl", [{"messages": messages}])).trained
+        return [int(token) for token in one.sequences[0].token_ids]
+
+    def parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    of_parts = [
+        said("developer", parts("be ", "brief")),
+        said("user", parts("how many?")),
+        said("assistant", parts("select 1")),
+    ]
+    assert prompt(of_parts) == prompt(TALK[:3])
 
 
 def test_images_are_left_out(tmp_path: Path) -> None:

@@ -97,6 +97,23 @@ def test_a_run_that_has_more_steps_than_it_is_asked_for_keeps_its_model(
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
 
 
+def test_a_resumed_run_with_other_traces_tells_what_it_trained(
+    traces: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = run(traces, tmp_path, total_training_steps=1)
+    assert not caplog.records
+    more = [*(json.loads(line) for line in traces.read_text().splitlines()), *conversation("new", ["yes", "no"])]
+    again = run(write(tmp_path / "more.jsonl", more), tmp_path, resume_mode="auto", total_training_steps=2)
+    [other_order, held_out] = [record.getMessage() for record in caplog.records]
+    assert other_order.startswith(
+        "the traces, data.train_batch_size, data.shuffle or data.seed are not those of the run"
+    )
+    assert "that are held out were trained before" in held_out
+    batches = {one.rollout_id for one in first._batch(1) + again._batch(2)}
+    told = sum(one.tokens for one in again.examples.trained if one.rollout_id in batches)
+    assert again.history[-1]["tokens/trained"] == told
+
+
 def test_a_wrong_name_leaves_a_folder_that_the_right_one_can_use(traces: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no run folder and no file"):
         lrl.SFT(CONFIG, traces=tmp_path / "mistyped").fit(tmp_path / "run")

@@ -73,6 +73,12 @@ def test_answers_weigh_what_their_rollouts_were_rewarded_with(tmp_path: Path) ->
     assert found.excluded["no_reward"] == 3
 
 
+def test_groups_of_different_sources_are_different_groups(tmp_path: Path) -> None:
+    sources = [write(tmp_path / f"{run}.jsonl", [record(f"{run}-{n}", group_id="1-0") for n in (0, 1)]) for run in "ab"]
+    found = examples.load(compose({"sft": {"held_out": 0.0, "best_of_group": 1}}), sources, RENDERER)
+    assert list(learned(found)) == ["a-0", "b-0"]
+
+
 def test_whole_groups_are_held_out(tmp_path: Path) -> None:
     found = load(tmp_path, sft={"held_out": 0.5})
     assert len({one.group_id for one in found.held_out}) == 1
@@ -106,7 +112,7 @@ def test_what_cannot_be_learned_from_is_an_error_that_says_why(tmp_path: Path) -
         load(tmp_path, sft={"min_reward": 2.0})
     with pytest.raises(ConfigError, match="no run folder and no file"):
         examples.load(compose({}), [tmp_path / "nothing"], RENDERER)
-    with pytest.raises(ConfigError, match="no file of `lightning-rl export --what calls`"):
+    with pytest.raises(ConfigError, match="record 1 is none of `lightning-rl export --what calls`"):
         examples.load(compose({}), [write(tmp_path / "rows.jsonl", [{"row": 1}])], RENDERER)
     twice = [write(tmp_path / name, RECORDS) for name in ("one.jsonl", "two.jsonl")]
     for named in (twice, twice[:1] * 2):
