@@ -33,7 +33,11 @@ class WeightsNotUpdated(Explained, RuntimeError):
 
 
 class ScoresRefused(Explained, RuntimeError):
-    """The server gave no log probabilities of a row."""
+    """The server gave no log probabilities of a row; `status` is that of its HTTP answer."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class _Told(msgspec.Struct):
@@ -158,10 +162,11 @@ class Scorer:
         """
         asked: dict[str, Any] = {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
         asked |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top}
-        told = self._ask("/generate", asked)["meta_info"]
-        likely = told.get("input_top_logprobs") or [[]] * len(token_ids)
+        told = self._ask("/generate", asked).get("meta_info") or {}
+        of_tokens = told.get("input_token_logprobs") or []
+        likely = told.get("input_top_logprobs") or [[]] * len(of_tokens)
         found: list[dict[str, Any]] = []
-        for (own, token, _), ranked in zip(told["input_token_logprobs"], likely, strict=True):
+        for (own, token, _), ranked in zip(of_tokens, likely, strict=False):  # of fewer the caller says it
             entries = {str(each): {"logprob": value, "rank": n} for n, (value, each, _) in enumerate(ranked or (), 1)}
             found.append({str(token): {"logprob": own, "rank": top + 1}} | entries)
         return found
@@ -171,15 +176,19 @@ class Scorer:
         found: list[int] = self._ask("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
         return found
 
-    def _ask(self, path: str, body: Any) -> Any:
+    def _ask(self, path: str, body: Any) -> dict[str, Any]:
         try:
             answer = self._pool.request("POST", self.url + path, json=body)
         except urllib3.exceptions.HTTPError as error:
             raise ScorerUnreached(f"SGLang at {self.url}{path} does not answer: {error}") from error
         if answer.status != 200:
             said = answer.data[:500].decode(errors="replace")
-            raise ScoresRefused(f"SGLang at {self.url}: POST {path} answered {answer.status}: {said}")
-        return answer.json()
+            raise ScoresRefused(f"SGLang at {self.url}: POST {path} answered {answer.status}: {said}", answer.status)
+        try:
+            return msgspec.json.decode(answer.data, type=dict)
+        except msgspec.DecodeError as error:  # of a proxy before it
+            said = answer.data[:200].decode(errors="replace")
+            raise ScorerUnreached(f"SGLang at {self.url}{path} answers with no JSON object: {said}") from error
 
 
 def update_from_disk(url: str, folder: Path, version: int, *, seconds: float = 600.0) -> None:

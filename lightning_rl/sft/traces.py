@@ -168,12 +168,13 @@ def _calls(source: Path) -> Iterator[TracedCall]:
     run_dir = source.parent if source.name == recorded.STORE else source
     if run_dir.is_dir():
         with recorded.opened(run_dir) as connection:
-            for record in export.records(connection, run_dir, "calls", Which()):
-                yield msgspec.convert(record, TracedCall, from_attributes=True)
+            for one in export.records(connection, run_dir, "calls", Which()):
+                yield msgspec.convert(one, TracedCall, from_attributes=True)
         return
     if not source.is_file():
         raise ConfigError(f"sft.traces: there is no run folder and no file {source.resolve()}")
-    records, at_end = _records(source), object()
+    at_end: Any = object()
+    records = _records(source)
     for number in itertools.count(1):
         place = f"sft.traces: {source}, record {number}"
         try:

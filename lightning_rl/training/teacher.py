@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -28,6 +29,7 @@ from lightning_rl.training.reference import Reference
 
 _AT_ONCE = 16  # requests to each server
 _AWAY_SECONDS = 5.0  # between two tries of a server that does not answer
+_BUSY = (429, 502, 503, 504)  # HTTP statuses of a server that will answer later
 _KEPT = 8  # batches for which what was asked ahead is kept
 
 _log = logging.getLogger(__name__)
@@ -222,7 +224,8 @@ class ServedTeacher:
         name: what messages call it.
         urls: the servers; rows are dealt out among them.
         vocabulary: tokens that the policy's tokenizer has.
-        when_away: a server does not answer: `wait` until it does, or `skip` the row, of which NaN is said then.
+        when_away: a server does not answer, or says that it is busy: `wait` until it does, or `skip` the row, of
+            which NaN is said then.
 
     `skipped` counts such rows among those that were given to `score`. Whoever makes one calls `close`.
     """
@@ -253,8 +256,8 @@ class ServedTeacher:
             self._begun[row] = self._batches, self._submit(sequence, top)
 
     def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
-        """As `Teacher.score`. Raises TeacherRefused for rows that it cannot score; VllmRefused and ScoresRefused for a
-        server that answers with an error."""
+        """As `Teacher.score`. Raises TeacherRefused for rows that it cannot score and for a server that does not say
+        what it is asked; VllmRefused and ScoresRefused for one that answers with an error."""
         for sequence in sequences:
             if why := _cannot(sequence):
                 raise TeacherRefused(f"teacher {self._name}: rollout {sequence.rollout} of the batch {why}")
@@ -305,7 +308,12 @@ class ServedTeacher:
             raise
         if given is None:
             return _nothing(len(sequence.trained), top)
-        scored = [_entry(given[place], int(sequence.token_ids[place]), top) for place in sequence.trained]
+        if len(given) != len(sequence):
+            raise self._refused(server, f"of {len(sequence)} tokens it told of {len(given)}")
+        try:
+            scored = [_entry(given[place], int(sequence.token_ids[place]), top) for place in sequence.trained]
+        except msgspec.ValidationError as error:
+            raise self._refused(server, str(error)) from error
         log_probs = np.asarray([own for own, *_ in scored], np.float32)
         if not top:
             return Scores(log_probs)
@@ -317,12 +325,21 @@ class ServedTeacher:
             )
         return Scores(log_probs, ids, np.asarray([likely for *_, likely in scored], np.float32).reshape(-1, top))
 
+    def _refused(self, server: Control | Scorer, what: str) -> TeacherRefused:
+        return TeacherRefused(
+            f"teacher {self._name}: the server at {server.url} did not answer what it was asked, the log probabilities "
+            f"of a prompt's tokens: {what}. Is it vLLM or SGLang of a version that docs/engines.md names, reached "
+            "without anything between that changes answers?"
+        )
+
     def _asked(self, server: Control | Scorer, token_ids: list[int], top: int) -> list[dict[str, Any]] | None:
         """What a server says; None where it is away and nobody waits for it."""
         while True:
             try:
                 given = server.score(token_ids, top)
-            except (Unreached, ScorerUnreached) as error:
+            except (Unreached, VllmRefused, ScoresRefused) as error:
+                if not _is_away(error):
+                    raise
                 if server.url not in self._away:
                     self._away.add(server.url)
                     what = "the step waits for it" if self._when_away == "wait" else "the step goes on without it"
@@ -365,8 +382,23 @@ def _nothing(trained: int, top: int) -> Scores:
     return Scores(nan, ids, np.full((trained, top), np.nan, np.float32))
 
 
+class _Said(msgspec.Struct):
+    """What a server says of one token at a place."""
+
+    logprob: float
+    rank: int
+
+
 def _entry(given: Mapping[str, Any], token_id: int, top: int) -> tuple[float, list[int], list[float]]:
-    """Of one place of a prompt: the log probability of its token, and the `top` most likely ones, by rank."""
-    ranked = sorted(given.items(), key=lambda item: item[1]["rank"])[:top]
-    own: float = given[str(token_id)]["logprob"]
-    return own, [int(each) for each, _ in ranked], [entry["logprob"] for _, entry in ranked]
+    """Of one place of a prompt: the log probability of its token, and the `top` most likely ones, by rank. Raises
+    msgspec.ValidationError where it has not both."""
+    said = msgspec.convert(given, dict[int, _Said], strict=False)
+    ranked = sorted(said.items(), key=lambda item: item[1].rank)[:top]
+    if token_id not in said or len(ranked) < top:
+        raise msgspec.ValidationError(f"of token {token_id} and the {top} most likely ones it told of {sorted(said)}")
+    return said[token_id].logprob, [each for each, _ in ranked], [one.logprob for _, one in ranked]
+
+
+def _is_away(error: Unreached | VllmRefused | ScoresRefused) -> bool:
+    """Whether a server will answer later."""
+    return isinstance(error, Unreached | ScorerUnreached) or error.status in _BUSY

@@ -119,7 +119,7 @@ class Control:
         """
         parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top, "detokenize": False}
         answer = self._ask("POST", "/inference/v1/generate", {"token_ids": token_ids, "sampling_params": parameters})
-        return [each or {} for each in answer["prompt_logprobs"]]
+        return [each or {} for each in answer.get("prompt_logprobs") or ()]
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids that the server writes a text with. Raises VllmRefused and Unreached."""
@@ -140,7 +140,11 @@ class Control:
             raise WeightsRefused(f"{error}{advice}") from error
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        found: dict[str, Any] = msgspec.json.decode(self._send(method, path, body) or b"{}")
+        said = self._send(method, path, body) or b"{}"
+        try:
+            found: dict[str, Any] = msgspec.json.decode(said, type=dict)
+        except msgspec.DecodeError as error:  # of a proxy before it
+            raise Unreached(f"vLLM at {self.url}{path} answers with no JSON object: {said[:200]!r}") from error
         return found
 
     def _send(self, method: str, path: str, body: Any = None) -> bytes:

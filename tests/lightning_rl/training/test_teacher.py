@@ -5,10 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import urllib3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lightning_rl.inference.vllm.control import Unreached
+from lightning_rl.inference.sglang import ScorerUnreached, ScoresRefused
+from lightning_rl.inference.vllm.control import Unreached, VllmRefused
 from lightning_rl.rl.distillation import DistillationOptions, forward_kl, jensen_shannon, reverse_kl
 from lightning_rl.training import teacher as teacher_module
 from lightning_rl.training.actor import Actor
@@ -163,17 +165,18 @@ def test_a_server_is_not_asked_about_what_it_cannot_score() -> None:
 
 
 class AtTimesAway:
-    """A server that is away so many times, and then says -1 of every token."""
+    """A server that is away so many times, and then says -1 of every token; `because` is how it is away."""
 
     url = "http://teacher.example"
 
-    def __init__(self, away: int) -> None:
+    def __init__(self, away: int, because: Exception | None = None) -> None:
         self.away, self.asked = away, list[list[int]]()
+        self.because = because or Unreached(f"vLLM at {self.url} does not answer")
 
     def score(self, token_ids: list[int], top: int) -> list[dict[str, Any]]:
         self.asked.append(token_ids)
         if len(self.asked) <= self.away:
-            raise Unreached(f"vLLM at {self.url} does not answer")
+            raise self.because
         return [{str(each): {"logprob": -1.0, "rank": 1}} for each in token_ids]
 
 
@@ -219,6 +222,50 @@ def test_a_row_is_skipped_where_the_run_shall_not_wait(
     assert (found.top_log_probs is None) == (top == 0)
     assert teacher.skipped == 1
     assert "the step goes on without it" in caplog.text
+    teacher.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_busy"),
+    [
+        (VllmRefused("vLLM: ", urllib3.HTTPResponse(b"overloaded", status=503)), True),
+        (ScoresRefused("SGLang: slow down", 429), True),
+        (ScorerUnreached("SGLang does not answer"), True),
+        (VllmRefused("vLLM: ", urllib3.HTTPResponse(b"too long", status=400)), False),
+        (ScoresRefused("SGLang: broken", 500), False),
+    ],
+)
+def test_a_server_that_is_busy_is_away_and_any_other_error_ends_the_run(
+    error: Exception, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    teacher = served(AtTimesAway(1, error), monkeypatch)
+    if is_busy:
+        assert teacher.score([a_row(1)], 0)[0].log_probs.tolist() == [-1.0, -1.0]
+    else:
+        with pytest.raises(type(error)):
+            teacher.score([a_row(1)], 0)
+    teacher.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ([{}, {}, {}], "of 4 tokens it told of 3"),
+        ([{}, {}, {"6": {"logprob": -1.0, "rank": 1}}, {"7": {"logprob": None, "rank": 1}}], "got `null`"),
+        (
+            [{}, {}, {"6": {"logprob": -1.0, "rank": 1}}, {"8": {"logprob": -1.0, "rank": 1}}],
+            "of token 7 and .* told of",
+        ),
+    ],
+)
+def test_a_server_that_says_something_else_is_named(
+    said: list[Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = AtTimesAway(0)
+    monkeypatch.setattr(server, "score", lambda token_ids, top: said)
+    teacher = served(server, monkeypatch)
+    with pytest.raises(TeacherRefused, match=f"server at {server.url} did not answer what it was asked.*{message}"):
+        teacher.score([a_row(1)], 0)
     teacher.close()
 
 
