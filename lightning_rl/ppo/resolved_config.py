@@ -597,6 +597,13 @@ def privileged_of(config: Config, given: Privileged | None) -> Privileged | None
         raise ConfigError("distillation.privileged and PPO(privileged=...) both name a function; leave one out")
     function = given if named is None else load(named, "distillation.privileged", error=PrivilegedUnusable)
     if function is None:
+        for name, teacher in config.distillation.teachers().items():
+            if teacher.weights == "present":
+                raise ConfigError(
+                    f"distillation.teacher_models.{name}: weights=present is the policy itself, which teaches nothing "
+                    "where it is told nothing more: name a function (distillation.privileged), or take weights=initial "
+                    "or weights=averaged"
+                )
         return None
     if not callable(function):
         raise ConfigError(f"distillation.privileged: {named or function!r} is no function")

@@ -25,13 +25,18 @@ _SHOWN = 5  # keys of tasks in a message
 def served_teachers(config: Config, policy: Path) -> dict[str, Teacher]:
     """The teachers behind servers, by name, after each teacher's tokenizer was compared with that of the `policy`'s
     folder. Raises ConfigError for a folder with another one, TeacherRefused for such a server."""
+    options, known = resolved_config.distillation_options(config), vocabulary_size(policy)
+    if options is not None and options.top > known:
+        raise ConfigError(
+            f"distillation.distillation_loss.topk={options.top}: the policy's tokenizer has {known} tokens"
+        )
     served: dict[str, Teacher] = {}
     for name, teacher in config.distillation.teachers().items():
         if teacher.model_path is not None:
             _check_tokenizer(name, model_folder(teacher.model_path), policy)
         elif teacher.weights is None:
             urls, away = teacher.server_urls or (), config.distillation.when_away
-            made = ServedTeacher(name, urls, vocabulary_size(policy), away)
+            made = ServedTeacher(name, urls, known, away)
             tokenizer = Tokenizer.from_file(str(policy / "tokenizer.json"))
             made.check([(text, tokenizer.encode(text, add_special_tokens=False).ids) for text in _PROBES])
             served[name] = made
@@ -69,7 +74,7 @@ def teach(
         return untaught
     taught = (s.teacher_log_probs for s in asked if s.teacher_log_probs is not None)
     if asked and all(len(each) == 0 or (each != each).all() for each in taught):
-        seen = sorted({str(_key_of(part, key)) for part in batch.parts})
+        seen = sorted({_key_of(part, key) or "missing" for part in batch.parts})
         raise ConfigError(
             f"no call of the step has a teacher: the tasks' {key} (distillation.teacher_key) is "
             f"{', '.join(seen[:_SHOWN])}, and the teachers are for "
@@ -112,13 +117,20 @@ def _teaches(teacher: TeacherModel, part: RolloutPart, agent: str | None, key: s
     return teacher.agents is None or re.fullmatch(teacher.agents, agent or "") is not None
 
 
-def _key_of(part: RolloutPart, key: str) -> object:
+def _key_of(part: RolloutPart, key: str) -> str | None:
+    """What a rollout's task has in the field `key`, as a text."""
     task = part.trajectory.task
-    return task.get(key) if isinstance(task, Mapping) else None
+    value = task.get(key) if isinstance(task, Mapping) else None
+    return None if value is None else str(value)
 
 
 def _check_tokenizer(name: str, teacher: Path, policy: Path) -> None:
     """Raises ConfigError unless both write and read the same ids."""
+    if not (teacher / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"distillation.teacher_models.{name}: there is no tokenizer.json in {teacher}, by which it is seen whether "
+            "the teacher reads the policy's tokens: copy the one that belongs to it there"
+        )
     own, other = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (policy, teacher))
     ids, others = own.get_vocab(with_added_tokens=True), other.get_vocab(with_added_tokens=True)
     differ = sorted(ids.items() ^ others.items())

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_rl.config import ConfigError
-from lightning_rl_proxy.dialects.chat_completions import read_message
+from lightning_rl_proxy.dialects import chat_completions
 from lightning_rl_proxy.errors import GatewayError
 
 MODEL = "chats"  # by which `sft.models` chooses them
@@ -27,7 +27,8 @@ def calls_of(record: Mapping[str, Any], rollout_id: str, place: str) -> Iterator
     """
     asked: list[dict[str, Any]] = []
     number = 0
-    for message in _messages(record["messages"], place):
+    messages, tools = _read(record, place)
+    for message in messages:
         if (weight := message.pop("weight", 1)) not in (0, 1):
             raise ConfigError(f"{place}: an answer has weight {weight!r}; it is 1, which is learned, or 0: context")
         if message["role"] != "assistant" or weight == 0:
@@ -49,33 +50,36 @@ def calls_of(record: Mapping[str, Any], rollout_id: str, place: str) -> Iterator
             "reward": record.get("reward"),
             "exact": False,
             "media": [one for one in asked if _shows_images(one)] or None,
-            "tools": record.get("tools"),
+            "tools": tools,
         }
         asked, number = [], number + 1
     if not number:
         raise ConfigError(f"{place} has no message of the assistant: there is nothing to learn from")
 
 
-def _messages(given: Any, place: str) -> list[dict[str, Any]]:
-    """The messages as the gateway would read them of an agent's request."""
+def _read(record: Mapping[str, Any], place: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+    """The messages and tools as the gateway would read them in a request; `weight` stays."""
+    given = record["messages"]
     if not isinstance(given, list):
         raise ConfigError(f"{place}: messages is {given!r:.80}; it must be a list")
     messages = []
     for number, one in enumerate(given):
         if not isinstance(one, Mapping):
             raise ConfigError(f"{place}: messages[{number}] is {one!r:.80}; it must be an object with a role")
-        told = {name: value for name, value in one.items() if value is not None}  # those that Parquet adds
-        try:
-            messages.append(read_message(number, told))
-        except GatewayError as error:
-            raise ConfigError(f"{place}: {error.message}") from error
-        for call in told.get("tool_calls", ()):
+        messages.append({name: value for name, value in one.items() if value is not None})  # as Parquet fills them
+    offered = {name: record[name] for name in ("tools", "functions") if record.get(name)}
+    try:
+        read = chat_completions.parse({"model": MODEL, "messages": messages, **offered})
+    except GatewayError as error:
+        raise ConfigError(f"{place}: {error.message}") from error
+    for number, message in enumerate(read.messages):
+        for call in message.get("tool_calls") or ():
             function = call.get("function")
             if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
                 raise ConfigError(f"{place}: messages[{number}].tool_calls has {call!r:.80}: it names no function")
             if not isinstance(function.get("arguments"), str | Mapping):
                 raise ConfigError(f"{place}: messages[{number}].tool_calls has {call!r:.80}: it has no arguments")
-    return messages
+    return read.messages, read.tools
 
 
 def _shows_images(message: Mapping[str, Any]) -> bool:

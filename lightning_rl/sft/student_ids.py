@@ -7,8 +7,11 @@ whole; one that goes on keeps the ids before it where the format continues appen
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from lightning_rl.sft.traces import CallTrace, TracedCall
 from lightning_rl_adapters.call import Call
+from lightning_rl_proxy.dialects import chat_completions
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.answers import NotWritten, answer_ids
 from lightning_rl_proxy.rendering.base import Renderer
@@ -48,7 +51,7 @@ class StudentFormat:
         """The trace's calls in the student's ids."""
         written = Written()
         asked: dict[str, _WrittenCall] = {}
-        for call in trace.calls:
+        for call in map(_as_read, trace.calls):
             parent = asked.get(call.parent_call_id or "")
             before = [] if parent is None else parent.messages
             tools = call.tools if parent is None else parent.tools
@@ -122,6 +125,16 @@ class StudentFormat:
             return self._renderer.render(messages, tools)
         except GatewayError:
             return None
+
+
+def _as_read(call: TracedCall) -> TracedCall:
+    """The call with its answer as the gateway reads one that an agent sends back: services name reasoning in two ways,
+    and give text in parts. One that no agent could send back stays."""
+    try:
+        read = chat_completions.parse({"model": call.model, "messages": call.answer[:1]})
+    except GatewayError:
+        return call
+    return msgspec.structs.replace(call, answer=read.messages)
 
 
 def _call(call: TracedCall, asked: _WrittenCall, parent: _WrittenCall | None) -> Call:

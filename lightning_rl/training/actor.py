@@ -45,6 +45,7 @@ class ActorConfig(LearnerConfig, LossOptions):
     distillation: DistillationOptions | None = None
 
 
+_OF_TAUGHT = ("distillation/teacher_mass", "distillation/student_mass")
 _ADVICE = "the model's logits or their advantages are no numbers; lower actor.optim.lr, or look at the last checkpoint"
 
 
@@ -139,7 +140,11 @@ class Actor(Learner):
         if self.config.optimizer_offload:
             self.optimizer.offload()
         first = {} if values_alone else {"actor/first_k3_kl": metrics[0]["actor/ppo_k3_kl"]}
-        return means(metrics) | first
+        found = means(metrics)
+        if share := found.get("distillation/taught_share", 0.0):
+            # What is told of tokens that have a teacher is a mean over these.
+            found |= {name: found[name] / share for name in _OF_TAUGHT if name in found}
+        return found | first
 
     @torch.no_grad()
     def prepare(self, sequences: list[TrainingSequence]) -> dict[int, Tensor]:

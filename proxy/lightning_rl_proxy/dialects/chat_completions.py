@@ -77,7 +77,7 @@ def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Reques
     ignored = TABLES.ignored(fields)
     tools, choice = _tool_choice(wire.tool_choice, function_tools(wire.tools))
     limit = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
-    messages = [*read, *(read_message(i, m) for i, m in enumerate(wire.messages))]
+    messages = [*read, *(_message(i, m) for i, m in enumerate(wire.messages))]
     return Request(
         model=wire.model,
         messages=messages,
@@ -335,11 +335,7 @@ def _json_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
     return wanted.json_schema.schema
 
 
-def read_message(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat formats are given it: parts that are all text as one text, a developer's as the system's.
-
-    Raises GatewayError(400) naming `messages[number]` for one that is none.
-    """
+def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     role = message.get("role")
     if message.get("reasoning") and not message.get("reasoning_content"):  # by its newer name
         message = message | {"reasoning_content": message["reasoning"]}

@@ -105,10 +105,10 @@ def test_the_teacher_scores_the_sampled_tokens_behind_the_prompt_that_tells_more
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("weights", "lora", "moves"),
-    [("present", 0, False), ("initial", 0, True), ("initial", 2, True), ("averaged", 0, True)],
+    ("weights", "lora"),
+    [("initial", 0), ("initial", 2), ("averaged", 0)],
 )
-def test_the_policy_as_its_own_teacher(tmp_path: Path, weights: str, lora: int, moves: bool) -> None:
+def test_the_policy_as_its_own_teacher(tmp_path: Path, weights: str, lora: int) -> None:
     """What it is not told anything new by, it is as far from as it has moved; resumed, the average goes on."""
     changes = {"actor_rollout_ref": {"model": {"lora_rank": lora}}, "trainer": {"total_training_steps": 3}}
     changes["distillation"] = {"distillation_loss": {"loss_mode": "k2", "use_policy_gradient": False}}
@@ -116,7 +116,7 @@ def test_the_policy_as_its_own_teacher(tmp_path: Path, weights: str, lora: int, 
     lrl.Trainer(two_calls, n_runners=4, run_dir=tmp_path / "run").fit(lrl.PPO(given), [0, 1, 2, 3])
     first, *_, last = (row["distillation/abs_loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert first < 1e-6
-    assert (last > 1e-5) == moves
+    assert last > 1e-5
 
 
 def averaged(folder: Path, steps: list[int], workers: int = 1) -> list[float]:
@@ -143,6 +143,8 @@ def test_functions_that_cannot_be_used_are_refused() -> None:
         lrl.PPO(settings(distillation={"privileged": f"{__name__}:tells"}), privileged=tells)
     with pytest.raises(ConfigError, match="weights=averaged is of whole models, and an adapter is trained"):
         lrl.PPO(settings("averaged", actor_rollout_ref={"model": {"lora_rank": 2}}))
+    with pytest.raises(ConfigError, match="weights=present is the policy itself, which teaches nothing"):
+        lrl.PPO(settings("present"))
     with pytest.raises(ConfigError, match="has no 'telling'"):
         lrl.PPO(settings(distillation={"privileged": f"{__name__}:telling"}))
     assert lrl.PPO(settings(distillation={"privileged": f"{__name__}:tells"})).rules.privileged is tells

@@ -49,8 +49,8 @@ def taught(config: Any) -> list[set[float]]:
     """By rollout what its tokens were told."""
     batch = read(
         [
-            rolled_out("r0", "planner", {"subject": "sums", "data_source": "x"}),
-            rolled_out("r1", "coder", {"subject": "words", "data_source": "x"}),
+            rolled_out("r0", "planner", {"subject": "sums", "level": 1, "data_source": "x"}),
+            rolled_out("r1", "coder", {"subject": "words", "level": 2, "data_source": "x"}),
         ],
         BatchRules(),
     )
@@ -69,6 +69,8 @@ def test_tasks_and_agents_say_which_teacher_a_call_has() -> None:
     [first, second] = taught(settings({"first": {**one, "agents": "code."}, "second": {**one, "key": "y"}}))
     assert second == {-1.0}
     assert all(np.isnan(each) for each in first)
+    numbered = {name: {**one, "key": key} for name, key in (("first", "1"), ("second", "2"))}
+    assert taught(settings(numbered, teacher_key="level")) == [{-1.0}, {-2.0}]
     with pytest.raises(ConfigError, match=r"the tasks' data_source .* is x, and the teachers are for first: key=sums"):
         taught(settings(by_task))
 
@@ -87,6 +89,14 @@ def test_tasks_and_agents_say_which_teacher_a_call_has() -> None:
 def test_teachers_that_cannot_be_used_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(TeacherUnusable, match=message):
         settings(given)
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"teacher_models.big: there is no tokenizer.json in "):
+        served_teachers(settings({"big": {"model_path": str(tmp_path)}}), CHECKPOINT)
+    many = {"loss_mode": "reverse_kl_tail", "topk": 10**6, "use_policy_gradient": False}
+    with pytest.raises(ConfigError, match=r"topk=1000000: the policy's tokenizer has \d+ tokens"):
+        served_teachers(settings({"big": {"model_path": str(CHECKPOINT)}}, distillation_loss=many), CHECKPOINT)
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:

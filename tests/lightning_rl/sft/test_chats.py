@@ -18,6 +18,7 @@ from tests.pages import ROOT
 from .records import CHECKPOINT, write
 
 RENDERER = load_renderer(CHECKPOINT, "template", "student")
+QWEN = load_renderer(CHECKPOINT, "qwen3", "student")
 
 
 def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -105,6 +106,34 @@ def test_messages_are_what_the_gateway_would_read(tmp_path: Path) -> None:
         said("assistant", parts("select 1")),
     ]
     assert prompt(of_parts) == prompt(TALK[:3])
+
+
+@pytest.mark.parametrize(
+    ("written", "same_as"),
+    [
+        ({"reasoning": "why"}, {"reasoning_content": "why"}),
+        ({"content": [{"type": "text", "text": "why"}]}, {"content": "why"}),
+        (
+            {"content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}},
+            {"content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]},
+        ),
+    ],
+)
+def test_other_names_of_one_thing_are_learned_as_it_is(
+    written: dict[str, Any], same_as: dict[str, Any], tmp_path: Path
+) -> None:
+    def learned(answer: dict[str, Any]) -> list[str]:
+        add = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+        offered = (
+            {"functions": [add]} if "function_call" in answer else {"tools": [{"type": "function", "function": add}]}
+        )
+        chat = {"messages": [TALK[1], said("assistant", "yes") | answer], **offered}
+        found = examples.load(compose({"sft": {"held_out": 0.0}}), [write(tmp_path / "chats.jsonl", [chat])], QWEN)
+        return trained(found)
+
+    [text] = learned(written)
+    assert [text] == learned(same_as)
+    assert "why" in text or "add" in text
 
 
 def test_images_are_left_out(tmp_path: Path) -> None:

@@ -61,6 +61,19 @@ def test_a_first_prompt_is_the_students_own_and_a_later_one_continues_it(tmp_pat
     assert written.as_sampled == 0
 
 
+def test_reasoning_is_learned_by_either_of_its_names(tmp_path: Path) -> None:
+    def ids(name: str) -> list[int]:
+        answer = {"role": "assistant", "content": "select 1", name: "it counts"}
+        [call] = (
+            StudentFormat(load_renderer(CHECKPOINT, "qwen3", "student"))
+            .write(trace(tmp_path, [record("r", answer=[answer])]))
+            .calls
+        )
+        return call.response_ids
+
+    assert ids("reasoning") == ids("reasoning_content") != ids("remark")
+
+
 def test_ids_of_the_same_tokenizer_and_format_stay_as_they_were_sampled(tmp_path: Path, renderer: Renderer) -> None:
     prompt = renderer.render([{"role": "user", "content": "question 0"}], None)
     odd = [*renderer.tokenizer.encode("se"), *renderer.tokenizer.encode("lect 1"), renderer.stop_token_ids[0]]

@@ -89,6 +89,14 @@ def gradient(sequences: list[TrainingSequence], options: DistillationOptions, **
     return torch.cat([p.grad.ravel() for p in actor.model.parameters() if p.grad is not None])
 
 
+def told_of(sequences: list[TrainingSequence], options: DistillationOptions) -> dict[str, float]:
+    """The metrics of an update."""
+    for sequence in sequences:
+        sequence.old_log_probs = sequence.rollout_log_probs
+    actor = Actor(tiny_model(), config(distillation=options), pad_id=0)
+    return actor.update(actor.plan(sequences, rollouts=10))
+
+
 @pytest.mark.parametrize(
     ("mode", "divergence"),
     [("forward_kl_tail", forward_kl), ("reverse_kl_tail", reverse_kl), ("jsd_tail", jensen_shannon)],
@@ -155,6 +163,10 @@ def test_each_call_has_its_own_teacher_and_may_have_none() -> None:
     alone = [first]
     assert gradient(sequences, options).abs().sum() > 0
     assert gradient(alone, options).abs().sum() > 0
+    both, taught_alone = (told_of(each, options) for each in (sequences, alone))
+    assert 0 < both["distillation/taught_share"] < 1 == taught_alone["distillation/taught_share"]
+    for mass in ("distillation/teacher_mass", "distillation/student_mass"):
+        assert both[mass] == pytest.approx(taught_alone[mass])
 
 
 def test_a_server_is_not_asked_about_what_it_cannot_score() -> None:
