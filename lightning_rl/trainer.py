@@ -56,7 +56,6 @@ _ORDERS = "Trainer(agent).fit(algorithm, tasks), or Trainer(algorithm=algorithm)
 
 
 _LOOPBACK = "127.0.0.1"
-_TO_RESUME = "trainer.resume_mode=auto (`--resume` on the command line)"
 _RUN_ID = "run.id"  # in the run folder
 _OWN_LEASE_SECONDS = 86400.0  # a server of ours ends with us; a trainer that is only stopped for a while goes on
 
@@ -225,13 +224,17 @@ class Trainer:
     ) -> None:
         """Open the parts, let the algorithm work, and close them."""
         with ExitStack() as parts:
-            algorithm.run_id = _run_id(run_dir, resume=algorithm.resume, attaches=self._attaches)
+            algorithm.run_id = _run_id(run_dir, algorithm, attaches=self._attaches)
             if algorithm.resume and algorithm.is_done(run_dir):
                 return
             algorithm.shares_server = self._attaches
             parts.callback(algorithm.close)
             child = None if self._attaches else parts.enter_context(server.loading(run_dir))
             endpoint = algorithm.open(run_dir)
+            if not isinstance(endpoint, Endpoint):
+                raise TypeError(
+                    f"{type(algorithm).__name__}.open(run_dir) returned {endpoint!r:.80}, and no lrl.Endpoint"
+                )
             one = algorithm.needs_one_server
             store, runner_key, serving = self._at_server(run_dir, endpoint, child, parts, needs_one_server=one)
             urls = store.urls if isinstance(store, SeveralServers) else [store.url]
@@ -269,7 +272,7 @@ class Trainer:
                     raise
             except (KeyboardInterrupt, Explained, OSError) as error:
                 if not (isinstance(error, ValueError) or getattr(error, "comes_again", False)):
-                    error.add_note(f"what was recorded is in {run_dir}; {_TO_RESUME} goes on with it")
+                    error.add_note(f"what was recorded is in {run_dir}; {algorithm.resumed_by} goes on with it")
                 raise
 
     @property
@@ -448,14 +451,15 @@ def _check_elsewhere(urls: Sequence[str], store: LightningStore | None, *, alone
         raise ValueError(f"{', '.join(given)}: the server is elsewhere, and has its own; leave them out")
 
 
-def _run_id(run_dir: Path, *, resume: bool, attaches: bool) -> str:
+def _run_id(run_dir: Path, algorithm: Algorithm, *, attaches: bool) -> str:
     """The id of the run in the folder, or a new one. Raises RunFolderUsed for one that is not to be gone on with, or
     not without the server that has its rollouts."""
     file = run_dir / _RUN_ID
     if not file.exists() and not (run_dir / "store.db").exists():
         return secrets.token_hex(3)
-    if not resume:
-        raise RunFolderUsed(f"{run_dir} holds a run already: resume it ({_TO_RESUME}), or choose another run_dir")
+    if not algorithm.resume:
+        by = algorithm.resumed_by
+        raise RunFolderUsed(f"{run_dir} holds a run already: resume it ({by}), or choose another run_dir")
     from lightning_rl.inspect import recorded  # brings SQLAlchemy, of no use to a new run
 
     if not attaches and recorded.is_attached(run_dir):

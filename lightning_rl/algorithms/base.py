@@ -88,6 +88,7 @@ class Algorithm:
     initial_resources: Mapping[str, Any] | None = None
     named_run_dir: Path | None = None  # the run folder, where the Trainer is not told; None: a new `default_run_dir`
     resume = False  # whether to go on with a run folder that holds a run
+    resumed_by = "trainer.resume_mode=auto (`--resume` on the command line)"  # how a user says so
     watchdog_seconds: float | None = 600.0  # without an end of any rollout, until a warning says who waits for whom
     max_restarts = 0  # how often the run is opened anew, to go on, when a process that trains has died
 
@@ -130,22 +131,22 @@ class Algorithm:
         """Stop what `open` started. Called also after an error."""
 
     def finished(self, requests: Sequence[RolloutRequest], read: Callable[[RolloutTrace], T]) -> list[T]:
-        """Ask for rollouts (each with an id of its own) and wait; what `read` makes of each, in that order.
+        """Ask for rollouts and wait; what `read` makes of each, in that order.
 
         `read` is called as they end, while others still run.
         """
-        self.ask(requests)
-        waiting = {str(request.rollout_id) for request in requests}
+        asked = [rollout.rollout_id for rollout in self.ask(requests)]
+        waiting = set(asked)
         watchdog = Watchdog(self.store, self.watchdog_seconds)
         ended: dict[str, T] = {}
         while waiting:
-            gather = _GATHER_SECONDS * len(waiting) / len(requests)
+            gather = _GATHER_SECONDS * len(waiting) / len(asked)
             finished = [one.rollout_id for one in self.ended(sorted(waiting), watchdog, gather_seconds=gather)]
             for start in range(0, len(finished), TRACES_AT_ONCE):
                 traces = self.store.traces(finished[start : start + TRACES_AT_ONCE])
                 ended |= {rollout_id: read(trace) for rollout_id, trace in traces.items()}
             waiting.difference_update(finished)
-        return [ended[str(request.rollout_id)] for request in requests]
+        return [ended[rollout_id] for rollout_id in asked]
 
     def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Ask for rollouts; those that were asked for before are as they were then. Raises TaskError for a task that is

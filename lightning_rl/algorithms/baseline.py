@@ -43,11 +43,14 @@ class Baseline(Algorithm):
         sampling_parameters: temperature, top_p, top_k, max_tokens that replace the agent's; by default the agent's.
         renderer: the chat format of an embedded model.
         reward: what gives the rollouts of a task their rewards (`lightning_rl.rewards`), instead of the agent.
-        resume: go on with a run folder that holds an evaluation: what it has of this model is not run again.
+        resume: go on with a run folder that holds an evaluation: what it has of this model is not run again, but for
+            what infrastructure ended.
 
     After `Trainer.fit(baseline, tasks)`, `evaluations` has one `Evaluation` per dataset; they are also printed, and
     written to `evaluations.json` in the run folder.
     """
+
+    resumed_by = "resume=True"
 
     def __init__(
         self,
@@ -188,8 +191,23 @@ class Baseline(Algorithm):
             for index, task in tasks
             for k in range(self.n)
         ]
-        traces: list[RolloutTrace] = self.finished(requests, lambda trace: trace)
+        traces = self._measured(requests)
         return traces if self._grader is None else self._grader.graded(traces, self.store, model)
+
+    def _measured(self, requests: Sequence[RolloutRequest]) -> list[RolloutTrace]:
+        """The finished rollouts. Of one that infrastructure ended before this session another is asked for."""
+        traces: list[RolloutTrace] = self.finished(requests, lambda trace: trace)
+        lost = [
+            at
+            for at, trace in enumerate(traces)
+            if trace.rollout.status == "failed"
+            and trace.counting is None
+            and trace.rollout.created_at * 1e9 < self.began_ns
+        ]
+        anew = [msgspec.structs.replace(requests[at], rollout_id=f"again.{requests[at].rollout_id}") for at in lost]
+        for at, trace in zip(lost, self._measured(anew) if anew else [], strict=True):
+            traces[at] = trace
+        return traces
 
     def _digest(self) -> str:
         """Tells the rollouts of one model and sampling from those of another in the same folder."""

@@ -40,6 +40,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
             )
             if count
         ]
+        if not math.isfinite(self.mean):
+            return f"{self.dataset}: nothing was measured ({', '.join(counts) or 'no rollout'})"
         what = "accuracy" if self.accuracy else "mean reward"
         interval = (
             f"{self.low:.3f} to {self.high:.3f}" if math.isfinite(self.low) else "unknown of fewer than two tasks"

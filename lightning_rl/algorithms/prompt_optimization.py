@@ -26,6 +26,7 @@ from lightning_rl.agents.resources import PromptTemplate
 from lightning_rl.algorithms.base import Dataset
 from lightning_rl.algorithms.baseline import Baseline
 from lightning_rl.config import ConfigError
+from lightning_rl.errors import Explained
 from lightning_rl.files import write_whole
 from lightning_rl.rewards import GroupReward
 from lightning_rl.store.contract import RolloutTrace
@@ -40,7 +41,13 @@ Prompts = dict[str, str]  # their texts by their names
 PROMPTS = "prompts.json"
 REFLECTIONS = "reflections.jsonl"
 _PLACES = re.compile(r"\{\{\s*([A-Za-z_]\w*)")  # of Jinja
+_FENCE = re.compile(r"^```[ \t]*(\w*)", re.MULTILINE)  # the first of an answer, with the language that it names
+_OF_PROMPTS = ("", "text", "txt", "markdown", "md", "prompt", "jinja", "jinja2")
 _log = logging.getLogger(__name__)
+
+
+class NothingMeasured(Explained, RuntimeError):
+    """Infrastructure ended every rollout that prompts were to be judged by."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +190,10 @@ class PromptOptimization(Baseline):
         self.best = {name: PromptTemplate(chosen[name], one.engine) for name, one in self.prompts.items()}
         self.evaluations = [
             self._evaluation(name, self.tried(validation, prompts))
-            for name, prompts in (("val, the first prompts", result.candidates[0]), ("val, the best", chosen))
+            for name, prompts in (
+                (f"{of_validation}, the first prompts", result.candidates[0]),
+                (f"{of_validation}, the best", chosen),
+            )
         ]
         found = {"best": chosen, "candidates": self.candidates, "evaluations": self.evaluations}
         write_whole(self.run_dir / PROMPTS, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
@@ -288,9 +298,11 @@ class _Search:
             traces = self._optimization.tried(batch, candidate)
         n = self._optimization.n
         groups = [traces[at : at + n] for at in range(0, len(traces), n)]
+        with self._noted():
+            scores = [_reward(group) for group in groups]
         return EvaluationBatch(
             outputs=groups,
-            scores=[_reward(group) for group in groups],
+            scores=scores,
             trajectories=groups if capture_traces else None,
         )
 
@@ -303,9 +315,9 @@ class _Search:
         return dict.fromkeys(components_to_update, records)
 
     def reflect(self, prompt: Any) -> str:
-        """A new prompt, of the model."""
+        """A new prompt, of the model, as gepa takes it: what is between the first ``` and the last."""
         with self._noted():
-            return self._reflections(prompt)
+            return _fenced(self._reflections(prompt))
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -340,19 +352,32 @@ def places(prompt: PromptTemplate) -> frozenset[str]:
     return frozenset(found)
 
 
+def _fenced(answer: str) -> str:
+    """The answer between lines of ```, where it is a prompt that shows code and not one that stands between them."""
+    fence = _FENCE.search(answer)
+    return answer if fence is not None and fence[1].lower() in _OF_PROMPTS else f"```\n{answer}\n```"
+
+
 def _reward(group: Sequence[RolloutTrace]) -> float:
-    """The mean reward of a task's rollouts; a failure of the agent is 0."""
-    rewards = [trajectory_of(trace, agent_failure=0.0).reward for trace in group]
-    given = [reward for reward in rewards if reward is not None]
-    if len(given) < len(rewards):
-        _log.warning(
-            "%d of %d rollouts of group %s have no reward%s",
-            len(rewards) - len(given),
-            len(rewards),
-            group[0].rollout.group_id,
-            ", and are left out of its mean" if given else ": it counts as 0",
-        )
-    return fmean(given or [0.0])
+    """The mean reward of a task's rollouts; a failure of the agent is 0. Raises NothingMeasured where infrastructure
+    ended all of them."""
+    trajectories = [trajectory_of(trace, agent_failure=0.0) for trace in group]
+    given = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    if given:
+        if len(given) < len(group):
+            _log.warning(
+                "%d of %d rollouts of group %s have no reward, and are left out of its mean",
+                len(group) - len(given),
+                len(group),
+                group[0].rollout.group_id,
+            )
+        return fmean(given)
+    error = trajectories[0].error
+    told = "they were cancelled" if error is None else f"{error.type}: {error.message:.300}"
+    raise NothingMeasured(
+        f"infrastructure ended all {len(group)} rollouts of group {group[0].rollout.group_id} ({told}): no "
+        "prompt can be judged by them. A search that goes on runs them again"
+    )
 
 
 def _told(trace: RolloutTrace) -> dict[str, Any]:

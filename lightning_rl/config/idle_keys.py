@@ -13,6 +13,7 @@ from lightning_rl.config.schema import Config
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 _LOSS = f"{_ACTOR}policy_loss."
 _DISTILLED = "distillation.distillation_loss."
+_OF_DISTRIBUTIONS = ("forward_kl_topk", "forward_kl_tail", "reverse_kl_tail", "jsd_tail")  # rl.distillation.DIVERGENCES
 # Not `critic.` as a whole: some of its keys have other defaults in verl, whose scripts would be told of them.
 _UPDATE_OF_CRITIC = (
     "critic.optim.",
@@ -86,6 +87,22 @@ _NEEDS = (
         tuple(f"{_DISTILLED}{name}" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")),
         f"{_DISTILLED}use_policy_gradient=true",
         lambda config: not config.distillation.enabled or config.distillation.distillation_loss.use_policy_gradient,
+    ),
+    _Need(
+        (f"{_DISTILLED}topk",),
+        f"{_DISTILLED}loss_mode=forward_kl_tail (or another that compares distributions), or control_variate=true",
+        lambda config: (
+            not config.distillation.enabled
+            or config.distillation.distillation_loss.loss_mode in _OF_DISTRIBUTIONS
+            or config.distillation.distillation_loss.control_variate
+        ),
+    ),
+    _Need(
+        (f"{_DISTILLED}log_prob_min_clamp",),
+        f"{_DISTILLED}loss_mode=forward_kl_topk",
+        lambda config: (
+            not config.distillation.enabled or config.distillation.distillation_loss.loss_mode == "forward_kl_topk"
+        ),
     ),
     _Need(
         (f"{_ACTOR}kl_loss_coef", f"{_ACTOR}kl_loss_type"),

@@ -1,5 +1,7 @@
 """Which teacher a call has, by its task and its agent; and whether a teacher reads the policy's tokens."""
 
+import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,6 +21,7 @@ from lightning_rl.training.teacher import ServedTeacher, Teacher, TeacherOf, ask
 from lightning_rl.trajectories.trajectory import Trajectory
 
 _PROBES = ("Hello, world!", "def f(x):\n    return x * 2\n", "12345 + 67890 = ?", "naïve café — 東京 🙂")
+_log = logging.getLogger(__name__)
 _SHOWN = 5  # keys of tasks in a message
 
 
@@ -33,7 +36,17 @@ def served_teachers(config: Config, policy: Path) -> dict[str, Teacher]:
     served: dict[str, Teacher] = {}
     for name, teacher in config.distillation.teachers().items():
         if teacher.model_path is not None:
-            _check_tokenizer(name, model_folder(teacher.model_path), policy)
+            folder = model_folder(teacher.model_path)
+            _check_tokenizer(name, folder, policy)
+            longest = min(config.data.max_tokens, _context(policy))
+            if (context := _context(folder)) < longest:
+                _log.warning(
+                    "teacher %s reads %d tokens, and rows may have %d: what it says of those behind is worth little. "
+                    "Lower data.max_prompt_length or data.max_response_length, or take another teacher",
+                    name,
+                    context,
+                    longest,
+                )
         elif teacher.weights is None:
             urls, away = teacher.server_urls or (), config.distillation.when_away
             made = ServedTeacher(name, urls, known, away)
@@ -142,6 +155,13 @@ def _check_tokenizer(name: str, teacher: Path, policy: Path) -> None:
             f"{policy} ({what}), and cannot score its tokens: take one with the same tokenizer, or let the policy "
             "learn from this one's answers as text, by supervised training (sft.teacher; docs/sft.md)"
         )
+
+
+def _context(folder: Path) -> float:
+    """How many tokens a model was made for."""
+    config = msgspec.json.decode((folder / "config.json").read_bytes())
+    found = config.get("text_config", config).get("max_position_embeddings")
+    return math.inf if found is None else found
 
 
 def _end(folder: Path) -> object:

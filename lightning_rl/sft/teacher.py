@@ -10,11 +10,16 @@ from lightning_rl.algorithms.baseline import Baseline
 from lightning_rl.algorithms.evaluation import Evaluation
 from lightning_rl.config import ConfigError, backends
 from lightning_rl.config.schema import Config
+from lightning_rl.errors import Explained
 from lightning_rl.inspect import export
 from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.sft.traces import TracedCall
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
+
+
+class TeacherAway(Explained, RuntimeError):
+    """No rollout of the teacher came to an end of its own."""
 
 
 class TeacherBaseline(Baseline):
@@ -49,7 +54,13 @@ class TeacherBaseline(Baseline):
         """The agent's finished rollouts, and how good they are; what went wrong in them is told."""
         self._grader = grader
         traces = self.roll_out(f"teacher-{self._digest()}", tasks)
-        return traces, self._evaluation("teacher", traces)
+        evaluation = self._evaluation("teacher", traces)
+        if all(trace.counting is None for trace in traces):
+            raise TeacherAway(
+                f"sft.teacher={self.model}: infrastructure ended all {len(traces)} of its rollouts, as a warning says: "
+                "there is nothing to learn from. A run that goes on asks again"
+            )
+        return traces, evaluation
 
     def calls(self, traces: Sequence[RolloutTrace]) -> Iterator[TracedCall]:
         """The calls of rollouts."""

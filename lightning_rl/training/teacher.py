@@ -382,7 +382,7 @@ def _nothing(trained: int, top: int) -> Scores:
     return Scores(nan, ids, np.full((trained, top), np.nan, np.float32))
 
 
-class _Said(msgspec.Struct):
+class _ScoredToken(msgspec.Struct):
     """What a server says of one token at a place."""
 
     logprob: float
@@ -392,7 +392,7 @@ class _Said(msgspec.Struct):
 def _entry(given: Mapping[str, Any], token_id: int, top: int) -> tuple[float, list[int], list[float]]:
     """Of one place of a prompt: the log probability of its token, and the `top` most likely ones, by rank. Raises
     msgspec.ValidationError where it has not both."""
-    said = msgspec.convert(given, dict[int, _Said], strict=False)
+    said = msgspec.convert(given, dict[int, _ScoredToken], strict=False)
     ranked = sorted(said.items(), key=lambda item: item[1].rank)[:top]
     if token_id not in said or len(ranked) < top:
         raise msgspec.ValidationError(f"of token {token_id} and the {top} most likely ones it told of {sorted(said)}")

@@ -55,7 +55,9 @@ def test_what_infrastructure_lost_is_counted_apart() -> None:
 
 
 def test_nothing_is_nothing() -> None:
-    assert math.isnan(evaluate("val", {}, left_out=2).mean)
+    nothing = evaluate("val", {}, left_out=2)
+    assert math.isnan(nothing.mean)
+    assert str(nothing) == "val: nothing was measured (2 left out)"
     alone = evaluate("val", {"a": [0.5, 2.0]})
     assert str(alone).startswith(
         "val: mean reward 1.250, 95 % confidence unknown of fewer than two tasks (1 task, 2 rollouts)"

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from gepa.strategies.instruction_proposal import InstructionProposalSignature
 
 import lightning_rl as lrl
 from lightning_rl.agents.agent import AgentSignature
-from lightning_rl.algorithms.prompt_optimization import _Reflections, _Search, places
+from lightning_rl.algorithms.prompt_optimization import NothingMeasured, _Reflections, _Search, places
 from lightning_rl.config import ConfigError
 from lightning_rl.store.contract import Rollout
 from lightning_rl.store.sql import SqlStore
+from tests.proxy.engines.service import running
 
 TASKS = [{"number": number} for number in range(6)]
 PROMPT = {"prompt_template": "Count to {number}."}
@@ -111,6 +113,54 @@ def test_a_search_that_was_stopped_takes_the_same_way_and_asks_nobody_twice(tmp_
     assert resumed.candidates == unbroken.candidates
     assert len(rest.asked) == len(whole.asked) - 1
     assert len(rollouts_of(tmp_path / "stopped")) == len(rollouts_of(tmp_path / "whole"))
+
+
+@pytest.mark.e2e
+@pytest.mark.smoke
+def test_an_outage_of_the_model_is_no_reward_and_is_made_up_for(tmp_path: Path) -> None:
+    with running() as service:
+        service.tokens = False
+        down = False
+
+        def reply(body: dict[str, Any]) -> str:
+            if down:
+                raise OSError("the service is away")
+            return "one"
+
+        service.reply = reply
+
+        def reflect(text: str) -> str:
+            nonlocal down
+            down = True
+            return "Count to {number}, please."
+
+        def tried(reflection: Callable[[str], str], **how: Any) -> lrl.PromptOptimization:
+            made = search(reflection, budget=12, batch_size=1, model="theirs", base_url=service.url, api_key="x", **how)
+            lrl.Trainer(agent, n_runners=2, run_dir=tmp_path).fit(made, TASKS[:2])
+            return made
+
+        with pytest.raises(
+            NothingMeasured, match=r"(?s)infrastructure ended all 1 rollouts of group train-.*runs them again"
+        ):
+            tried(reflect)
+        down = False
+        found = tried(Reflects(*["Please count to {number}, please."] * 9), resume=True)
+        assert [one.reward for one in found.candidates] == sorted({one.reward for one in found.candidates})
+        assert len(found.candidates) > 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "prompt"),
+    [
+        ("Here it is:\n```\nCount {number}\n```\nGood luck.", "Count {number}"),
+        ("```text\nCount {number}\n```sql\nselect 1\n```\n```", "Count {number}\n```sql\nselect 1\n```"),
+        ("Count {number} like\n```sql\nselect 1\n```\nplease", "Count {number} like\n```sql\nselect 1\n```\nplease"),
+        ("Count {number}", "Count {number}"),
+    ],
+)
+def test_a_prompt_may_show_code(answer: str, prompt: str, tmp_path: Path) -> None:
+    heard = _Search(cast(Any, None), _Reflections(lambda _: answer, tmp_path / "reflections.jsonl")).reflect("better?")
+    assert InstructionProposalSignature.output_extractor(heard)["new_instruction"] == prompt
 
 
 def test_a_reflection_that_is_no_text_is_an_error(tmp_path: Path) -> None:

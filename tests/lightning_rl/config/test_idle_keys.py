@@ -57,6 +57,11 @@ DISTILLED = ["distillation.enabled=true", "distillation.teacher_models.big.model
         ),
         ([*DISTILLED, f"{LOSS}distillation_loss_coef=3"], []),
         (
+            [*DISTILLED, f"{LOSS}topk=8", f"{LOSS}log_prob_min_clamp=-9"],
+            [r"\.topk: .*loss_mode=forward_kl_tail", r"log_prob_min_clamp: .*loss_mode=forward_kl_topk"],
+        ),
+        ([*DISTILLED, f"{LOSS}topk=8", f"{LOSS}loss_mode=jsd_tail", f"{LOSS}use_policy_gradient=false"], []),
+        (
             ["reward.overlong_buffer.len=8"],
             [r"overlong_buffer\.len: no effect without reward\.overlong_buffer\.enable"],
         ),

@@ -99,6 +99,16 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         served_teachers(settings({"big": {"model_path": str(CHECKPOINT)}}, distillation_loss=many), CHECKPOINT)
 
 
+def test_a_teacher_with_a_shorter_context_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    served_teachers(settings({"big": {"model_path": str(CHECKPOINT)}}), CHECKPOINT)
+    assert not caplog.messages
+    served_teachers(settings({"big": {"model_path": str(tmp_path)}}), CHECKPOINT)
+    assert ["teacher big reads 64 tokens, and rows may have 512" in one for one in caplog.messages] == [True]
+
+
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(CHECKPOINT, other)
