@@ -21,7 +21,8 @@ def test_a_rollout_of_one_token_counts_and_one_of_none_does_not(mode: str, weigh
 
 
 def test_what_a_mode_needs_is_asked_for() -> None:
-    with pytest.raises(ValueError, match=r"needs actor\.loss_scale_factor"):
-        token_weights([1], "seq-mean-token-sum-norm")
+    for nothing in (None, 0.0):
+        with pytest.raises(ValueError, match=r"needs actor\.loss_scale_factor"):
+            token_weights([1], "seq-mean-token-sum-norm", scale_factor=nothing)
     with pytest.raises(ValueError, match="'mean' is unknown; there are token-mean, "):
         token_weights([1], "mean")

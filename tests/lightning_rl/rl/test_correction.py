@@ -135,6 +135,101 @@ def test_the_distance_of_sampler_and_trainer_equals_verl() -> None:
     assert {name: found[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
+LOG_3, LOG_4 = np.log([3, 4]).tolist()
+LOG_K2 = [np.log(ratio) ** 2 / 2 for ratio in (6, 0.5, 0.25)]
+METRICS: dict[str, tuple[CorrectionRules, dict[str, float]]] = {
+    "distance": (
+        CorrectionRules(),
+        {
+            "rollout_log_ppl": 4 / 3,
+            "training_log_ppl": 4 / 3 + (LOG_4 - LOG_3 / 2) / 3,
+            "log_ppl_diff": (LOG_4 - LOG_3 / 2) / 3,
+            "log_ppl_abs_diff": (LOG_4 + LOG_3 / 2) / 3,
+            "log_ppl_diff_max": LOG_4,
+            "log_ppl_diff_min": -LOG_3 / 2,
+        },
+    ),
+    "truncated": (  # weights 2.5, 0.5; 0.25; 1
+        CorrectionRules(level="token", bounds=weight_bounds(2.5)),
+        {
+            "rollout_is_mean": 1.0625,
+            "rollout_is_std": 0.872765,
+            "rollout_is_eff_sample_size": 0.597107,
+            "rollout_is_max": 2.5,
+            "rollout_is_min": 0.25,
+            "rollout_is_ratio_fraction_high": 1 / 4,
+            "rollout_is_ratio_fraction_low": 1 / 4,
+            "rollout_is_seq_mean": 2.75 / 3,
+            "rollout_is_seq_std": 0.629153,
+            "rollout_is_seq_max": 1.5,
+            "rollout_is_seq_min": 0.25,
+            "rollout_is_seq_max_deviation": 0.75,
+            "rollout_is_seq_fraction_high": 1 / 3,
+            "rollout_is_seq_fraction_low": 1 / 3,
+        },
+    ),
+    "zero outside": (  # 0, 0.5; 0; 1
+        CorrectionRules(level="token", bounds=weight_bounds("0.4_2.5")),
+        {
+            "rollout_is_mean": 0.375,
+            "rollout_is_max": 1,
+            "rollout_is_min": 0,
+            "rollout_is_oob_ratio": 1 / 2,
+            "rollout_is_seq_max": 1,
+            "rollout_is_seq_fraction_high": 1 / 3,
+            "rollout_is_seq_fraction_low": 1 / 3,
+        },
+    ),
+    "zero above": (  # 0, 0.5; 0.25; 1
+        CorrectionRules(level="token", bounds=weight_bounds("0.2_2.5")),
+        {"rollout_is_min": 0, "rollout_is_seq_min": 0.25},
+    ),
+    "of rollouts": (  # 3, truncated to 2.5; 0.25; 1
+        CorrectionRules(level="sequence", bounds=weight_bounds(2.5)),
+        {
+            "rollout_is_mean": 6.25 / 4,
+            "rollout_is_max": 3,
+            "rollout_is_min": 0.25,
+            "rollout_is_ratio_fraction_high": 1 / 3,
+            "rollout_is_ratio_fraction_low": 1 / 3,
+        },
+    ),
+    "criteria": (  # the first rejects the ratio 6, the second the rollout of 0.25
+        CorrectionRules(criteria=criteria("token_k1, seq_mean_k2", "0.2_2.5, 0.95")),
+        {
+            "rollout_rs_token_k1_mean": (LOG_3 - LOG_4) / 4,
+            "rollout_rs_token_k1_max": np.log(6),
+            "rollout_rs_token_k1_min": -LOG_4,
+            "rollout_rs_token_k1_fraction_high": 1 / 4,
+            "rollout_rs_token_k1_fraction_low": 0,
+            "rollout_rs_token_k1_seq_masked_fraction": 1 / 3,
+            "rollout_rs_seq_mean_k2_mean": sum(LOG_K2) / 4,
+            "rollout_rs_seq_mean_k2_max": LOG_K2[2],
+            "rollout_rs_seq_mean_k2_min": 0,
+            "rollout_rs_seq_mean_k2_fraction_high": 1 / 3,
+            "rollout_rs_seq_mean_k2_masked_fraction": 1 / 4,
+            "rollout_rs_seq_mean_k2_seq_masked_fraction": 1 / 3,
+            "rollout_rs_masked_fraction": 1 / 2,
+            "rollout_rs_seq_masked_fraction": 2 / 3,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("of", METRICS)
+def test_metrics_of_the_ratios_6_and_a_half_a_quarter_and_1_of_three_rollouts(of: str) -> None:
+    rules, expected = METRICS[of]
+    sampler = np.array([-2.0, -2.0, -1.0, -1.0])
+    found = correct(sampler + np.log([6, 0.5, 0.25, 1]), sampler, np.array([0, 0, 1, 2]), rules).metrics
+    assert {name: found[f"rollout_corr/{name}"] for name in expected} == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_ratio_beyond_all_bounds_is_clamped_to_e_to_the_20() -> None:
+    rules = CorrectionRules(level="token", bounds=Bounds(None, np.inf))
+    weights = correct(np.array([-1.0, -1000.0]), np.array([-1000.0, -1.0]), np.arange(2), rules).weights
+    assert weights == pytest.approx(np.exp([20, -20]))
+
+
 def test_tokens_without_the_samplers_log_prob_are_left_out_and_counted() -> None:
     sampler = SAMPLER.copy()
     sampler[[0, 5]] = np.nan
@@ -184,12 +279,14 @@ BATCHES = st.lists(st.tuples(LOG_PROBS, LOG_PROBS, st.integers(0, 4)), min_size=
 RULES = st.builds(
     CorrectionRules,
     level=st.sampled_from([None, *LEVELS]),
-    bounds=st.sampled_from([Bounds(None, 2.0), Bounds(0.5, 2.0), Bounds(None, float("inf"))]),
+    bounds=st.sampled_from([Bounds(None, 2.0), Bounds(0.5, 2.0), Bounds(1.0, 1.0), Bounds(None, float("inf"))]),
     batch_normalize=st.booleans(),
-    criteria=st.lists(st.sampled_from(CRITERIA), max_size=3, unique=True).map(
-        lambda names: criteria(",".join(names), 1.5) if names else {}
+    criteria=st.builds(
+        lambda names, threshold: criteria(",".join(names), threshold) if names else {},
+        st.lists(st.sampled_from(CRITERIA), max_size=3, unique=True),
+        st.sampled_from([1.0, 1.5]),
     ),
-    veto=st.sampled_from([None, 1e-4]),
+    veto=st.sampled_from([None, 1e-4, 1.0]),
 )
 
 
@@ -248,7 +345,8 @@ def test_where_sampler_and_trainer_agree_nothing_is_changed(batch: Any, rules: C
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"), [(2.0, (None, 2)), ("5", (None, 5)), ("0.5_5.0", (0.5, 5)), (" 1_1 ", (1, 1))]
+    ("given", "expected"),
+    [(2.0, (None, 2)), (1, (None, 1)), ("5", (None, 5)), ("0.5_5.0", (0.5, 5)), (" 1_1 ", (1, 1))],
 )
 def test_a_threshold_is_a_number_or_two(given: float | str, expected: tuple[float | None, float]) -> None:
     assert weight_bounds(given) == expected
@@ -256,6 +354,7 @@ def test_a_threshold_is_a_number_or_two(given: float | str, expected: tuple[floa
 
 def test_criteria_take_one_threshold_or_one_each() -> None:
     assert criteria("token_k1,seq_max_k2", 2.0) == {"token_k1": (0.5, 2), "seq_max_k2": (None, 2)}
+    assert criteria("token_k1", 1.0) == {"token_k1": (1, 1)}
     assert criteria("token_k1, seq_sum_k3", "0.5_4,9") == {"token_k1": (0.5, 4), "seq_sum_k3": (None, 9)}
 
 
@@ -283,6 +382,7 @@ def test_thresholds_that_bound_nothing_are_named(threshold: float | str, message
         (" , ", 2.0, "names no criterion"),
         ("token_k1", None, "None has 0 thresholds for 1 criteria"),
         ("token_k1,token_k2,token_k3", "1,2", "has 2 thresholds for 3 criteria"),
+        ("token_k1,token_k1", "2,3", "has 2 thresholds for 1 criteria"),
         ("token_k2", "1_2", "of token_k2 is '1_2': a divergence has one bound"),
         ("token_k1", 0.52, "stands for 1/x to x"),
         ("token_k1", "x", "of token_k1 is 'x', and must be a number"),

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -105,6 +106,7 @@ def test_a_kind_can_be_asked_after_before_there_are_tokens() -> None:
 def test_what_rewards_are_lowered_by_is_the_same_penalty(kind: str) -> None:
     found = reward_penalty(NEW[0].numpy(), OLD[0].numpy(), kind)
     assert found == pytest.approx(kl_penalty(NEW[0], OLD[0], kind).numpy(), abs=1e-6)
+    assert found.dtype == np.float64
 
 
 def test_the_adaptive_controller_equals_verl() -> None:
@@ -123,8 +125,9 @@ def test_the_adaptive_controller_never_turns_negative() -> None:
 
 
 def test_the_controllers_refuse_what_is_no_number_and_stay_fixed() -> None:
-    with pytest.raises(ValueError, match="the divergence of the step is nan"):
-        AdaptiveKL(0.2, target=6.0, horizon=100).update(math.nan, 1)
+    for kl in (math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"the divergence of the step is {kl}"):
+            AdaptiveKL(0.2, target=6.0, horizon=100).update(kl, 1)
     fixed = FixedKL(0.2)
     fixed.update(100.0, 1)
     assert fixed.value == 0.2
