@@ -98,7 +98,7 @@ def framed(body: list[bytes], how: str) -> bytes:
 
 
 @given(
-    body=st.lists(st.binary(max_size=40), max_size=6),
+    body=st.lists(st.binary(max_size=40) | st.text("x\n", max_size=40).map(str.encode), max_size=6),
     how=st.sampled_from(["length", "chunks", "end"]),
     cuts=st.lists(st.integers(1, 300), max_size=4),
     interim=st.booleans(),
@@ -152,9 +152,33 @@ def test_requests_at_once_have_a_connection_each_up_to_the_limit_and_the_rest_wa
         answering.set()
         assert await asyncio.gather(*answers) == [(200, b"ok")] * 18
 
-    with_client(server, use, connections=4)
+    with_client(server, use, connections=4, idle_seconds=60)
+    assert server.connections == 5
     assert server.most_open <= 5  # the server sees the cancelled one's connection close a moment after the next opens
     assert len({request.partition(b"\r\n\r\n")[2] for request in server.requests}) == 19
+
+
+def test_who_gives_up_when_its_turn_has_come_leaves_it_to_the_next() -> None:
+    others_wait = asyncio.Event()
+
+    async def in_two_parts(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"content-length: 2\r\n\r\n")
+        await others_wait.wait()
+        writer.write(b"ok")
+
+    server = Server(in_two_parts)
+
+    async def use(one: Client) -> None:
+        async with one.post("/x", b"") as first:
+            second, third = asyncio.create_task(body_of(one)), asyncio.create_task(body_of(one))
+            await asyncio.sleep(0)
+            others_wait.set()
+            await first.read()
+            second.cancel()  # the connection is free, and it has not taken it yet
+            assert await third == (200, b"ok")
+
+    with_client(server, use, connections=1, idle_seconds=60)
+    assert len(server.requests) == 2
 
 
 def test_a_connection_that_was_idle_too_long_is_closed_and_not_asked_again() -> None:
@@ -185,9 +209,11 @@ def test_a_connection_that_the_server_closed_is_not_asked_again() -> None:
     assert server.connections == 3
 
 
-@pytest.mark.parametrize("leave", ["early", "cancelled"])
+@pytest.mark.parametrize("leave", ["early", "cancelled", "before it begins"])
 def test_who_leaves_an_answer_before_its_end_hangs_up(leave: str) -> None:
-    async def endless(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def endless(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if leave == "before it begins":
+            await reader.read()
         writer.write(OK + b"transfer-encoding: chunked\r\n\r\n")
         while True:
             writer.write(b"2\r\nx\n\r\n")
@@ -202,7 +228,7 @@ def test_who_leaves_an_answer_before_its_end_hangs_up(leave: str) -> None:
                 assert await anext(response.lines()) == b"x"
         else:
             reading = asyncio.create_task(body_of(one))
-            await until(lambda: server.open == 1)
+            await until(lambda: len(server.requests) == 1)
             reading.cancel()
             await asyncio.gather(reading, return_exceptions=True)
         await until(lambda: server.open == 0)
@@ -238,7 +264,8 @@ def test_a_stream_that_nobody_reads_is_held_back(monkeypatch: pytest.MonkeyPatch
     with_client(Server(much), use)
 
 
-def test_a_line_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("before", [b"", b"short\n"])
+def test_a_line_without_end_is_an_error(before: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_MAX_LINE", 100)
 
     async def use(one: Client) -> None:
@@ -246,7 +273,7 @@ def test_a_line_without_end_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None
             with pytest.raises(NoAnswer, match="a line of over 100 bytes"):
                 [line async for line in response.lines()]
 
-    with_client(Server(framed([b"x" * 101], "length")), use)
+    with_client(Server(framed([before + b"x" * 101], "length")), use)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +411,34 @@ def test_a_long_body_arrives_whole() -> None:
 
     with_client(server, use)
     assert server.requests[0].partition(b"\r\n\r\n")[2] == body
+
+
+@pytest.mark.parametrize(
+    ("url", "place", "lines"),
+    [
+        ("http://host", ("host", 80), [b"POST /x HTTP/1.1", b"host: host"]),
+        ("https://host/v1/", ("host", 443), [b"POST /v1/x HTTP/1.1", b"host: host"]),
+        ("http://m%40e@host:8000", ("host", 8000), [b"host: host:8000", b"authorization: Basic bUBlOg=="]),
+    ],
+)
+def test_what_a_url_leaves_out(
+    url: str, place: tuple[str, int], lines: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work() -> None:
+        places = []
+
+        async def refuse(_: object, host: str, port: int, **__: object) -> None:
+            places.append((host, port))
+            raise OSError
+
+        monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", refuse)
+        one = Client(url)
+        with pytest.raises(NoAnswer):
+            await body_of(one)
+        assert places == [place]
+        assert set(lines) <= set(one.head("POST", "/x", 0).split(b"\r\n"))
+
+    asyncio.run(work())
 
 
 def test_https_and_a_password_in_the_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
