@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import socket
 import ssl
+import struct
 import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -99,18 +101,18 @@ def framed(body: list[bytes], how: str) -> bytes:
 
 @given(
     body=st.lists(st.binary(max_size=40) | st.text("x\n", max_size=40).map(str.encode), max_size=6),
-    how=st.sampled_from(["length", "chunks", "end"]),
+    hows=st.tuples(*[st.sampled_from(["length", "chunks", "end"])] * 3),
     cuts=st.lists(st.integers(1, 300), max_size=4),
     interim=st.booleans(),
 )
 @settings(max_examples=examples(40), deadline=None)
 def test_bodies_are_whole_wherever_their_bytes_are_cut(
-    body: list[bytes], how: str, cuts: list[int], interim: bool
+    body: list[bytes], hows: tuple[str, ...], cuts: list[int], interim: bool
 ) -> None:
-    sent = (b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n" if interim else b"") + framed(body, how)
-    places = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
-
     async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        how = hows[len(server.requests) - 1]
+        sent = (b"HTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n" if interim else b"") + framed(body, how)
+        places = sorted({0, len(sent), *(cut for cut in cuts if cut < len(sent))})
         for start, end in itertools.pairwise(places):
             writer.write(sent[start:end])
             await writer.drain()
@@ -132,7 +134,7 @@ def test_bodies_are_whole_wherever_their_bytes_are_cut(
     assert [request.split(b" HTTP")[0] for request in server.requests] == [
         b"POST /base/x", b"POST /base/x", b"GET /base/lines",
     ]  # fmt: skip
-    assert server.connections == (3 if how == "end" else 1)
+    assert server.connections == 1 + hows[:2].count("end")
 
 
 def test_requests_at_once_have_a_connection_each_up_to_the_limit_and_the_rest_wait_their_turn() -> None:
@@ -186,6 +188,8 @@ def test_a_connection_that_was_idle_too_long_is_closed_and_not_asked_again() -> 
 
     async def use(one: Client) -> None:
         assert await body_of(one) == (200, b"ok")
+        await asyncio.sleep(0.02)  # it is looked for every 0.05 s
+        assert await body_of(one) == (200, b"ok")
         await until(lambda: server.open == 0)
         assert await body_of(one) == (200, b"ok")
 
@@ -207,6 +211,27 @@ def test_a_connection_that_the_server_closed_is_not_asked_again() -> None:
 
     with_client(server, use, idle_seconds=60)
     assert server.connections == 3
+
+
+@pytest.mark.parametrize("end", ["says that it closes", "speaks unasked"])
+def test_a_connection_that_the_server_has_ended_is_not_asked_again_though_it_is_open(end: str) -> None:
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        closes = b"connection: close\r\n" if end == "says that it closes" else b""
+        writer.write(OK + closes + b"content-length: 2\r\n\r\nok")
+        if not closes:
+            await writer.drain()
+            await asyncio.sleep(0.02)
+            writer.write(b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\n\r\n")
+
+    server = Server(answer)
+
+    async def use(one: Client) -> None:
+        for _ in range(2):
+            assert await body_of(one) == (200, b"ok")
+            await until(lambda: server.open == 0)
+
+    with_client(server, use, idle_seconds=60)
+    assert server.connections == 2
 
 
 @pytest.mark.parametrize("leave", ["early", "cancelled", "before it begins"])
@@ -264,6 +289,49 @@ def test_a_stream_that_nobody_reads_is_held_back(monkeypatch: pytest.MonkeyPatch
     with_client(Server(much), use)
 
 
+def test_who_leaves_the_rest_of_an_answer_that_has_come_leaves_a_connection_that_is_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client, "_AHEAD", 10)
+    rest = asyncio.Event()
+
+    async def in_two_parts(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"content-length: 102\r\n\r\nx\n")
+        await rest.wait()
+        writer.write(b"y" * 100)
+
+    server = Server(in_two_parts)
+
+    async def use(one: Client) -> None:
+        async with one.post("/x", b"") as response:
+            await anext(response.lines())
+            rest.set()
+            await until(lambda: response.complete)
+        assert await body_of(one) == (200, b"x\n" + b"y" * 100)
+
+    with_client(server, use, idle_seconds=60)
+    assert server.connections == 1
+
+
+def test_a_body_whose_connection_is_reset_is_not_whole() -> None:
+    begun = asyncio.Event()
+
+    async def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(OK + b"\r\nhalf")
+        await begun.wait()
+        at_once = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+        writer.transport.abort()
+
+    async def use(one: Client) -> None:
+        async with one.post("/x", b"") as response:
+            begun.set()
+            with pytest.raises(NoAnswer, match="hung up before its answer was whole: ConnectionResetError"):
+                await response.read()
+
+    with_client(Server(reset), use)
+
+
 @pytest.mark.parametrize("before", [b"", b"short\n"])
 def test_a_line_without_end_is_an_error(before: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_MAX_LINE", 100)
@@ -284,6 +352,7 @@ def test_a_line_without_end_is_an_error(before: bytes, monkeypatch: pytest.Monke
         (OK + b"transfer-encoding: chunked\r\n\r\n5\r\nshort\r\n", "hung up before its answer was whole"),
         (b"SSH-2.0-OpenSSH_9.2\r\n", "does not speak HTTP"),
         (OK + b"content-length: x\r\n\r\n", "does not speak HTTP"),
+        (b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade: x\r\n\r\n", "does not speak HTTP"),
     ],
 )
 def test_an_answer_that_is_cut_or_none_is_an_error_that_names_the_server(sent: bytes, said: str) -> None:
