@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -166,6 +167,37 @@ def test_a_service_without_token_ids_is_asked_for_them_once(helped: Served, serv
     assert ["return_token_ids" in request for request in service.requests] == [True, False]
 
 
+@pytest.mark.parametrize(
+    ("of_answer", "of_choice", "ids"),
+    [
+        ({"prompt_token_ids": [1]}, {"token_ids": [2]}, ([1], [2])),
+        ({}, {"prompt_token_ids": [1], "token_ids": [2]}, ([1], [2])),
+        ({}, {"token_ids": [2]}, (None, None)),
+        ({"prompt_token_ids": [1]}, {}, (None, None)),
+        ({"prompt_token_ids": ["1"]}, {"token_ids": [2]}, (None, None)),
+        ({"prompt_token_ids": [1]}, {"token_ids": [-2]}, (None, None)),
+    ],
+)
+def test_tokens_are_known_where_those_of_prompt_and_answer_are_told(
+    of_answer: dict[str, Any], of_choice: dict[str, Any], ids: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, sent = OpenAIBackend("helper", "http://h/v1"), []
+    logprobs = {"content": [{"logprob": -0.5}]}
+
+    async def answers(_: str, body: dict[str, Any]) -> bytes:
+        sent.append(body)
+        choice = {"message": {"content": "a"}, "logprobs": logprobs, **of_choice}
+        return msgspec.json.encode({"choices": [choice], **of_answer})
+
+    monkeypatch.setattr(backend, "_send", answers)
+    for _ in range(2):
+        answer = asyncio.run(backend.complete({"messages": []}))
+        assert (answer.prompt_ids, answer.response_ids) == ids
+        assert answer.logprobs == (ids[1] and [-0.5])
+        assert answer.body == {"choices": [{"message": {"content": "a"}, "logprobs": None}]}
+    assert ["return_token_ids" in body for body in sent] == [True, ids[1] is not None]
+
+
 @pytest.mark.parametrize("status", [400, 403, 405, 422])
 def test_a_service_that_refuses_unknown_fields_is_asked_without_from_then_on(
     helped: Served, service: Service, status: int
@@ -271,6 +303,7 @@ def test_what_the_service_refuses_the_agent_hears_and_need_not_retry(
         ask(helped, [user("one")])
     assert f"the service at {service.url}, asked for 'remote', answered {status}: scripted" in str(refused.value)
     assert refused.value.response.headers["x-should-retry"] == "false"
+    assert len(service.requests) == (1 if status in (401, 404) else 2)  # it may be the fields that we added
     helped.seal()
     assert helped.ledger.calls() == []
 
@@ -294,8 +327,10 @@ def test_a_service_in_trouble_is_told_of_with_its_own_status_and_may_be_tried_ag
     assert failed.value.status_code == status
     assert failed.value.response.headers["x-should-retry"] == "true"
     assert failed.value.response.headers["retry-after"] == "7"
+    assert len(service.requests) == 1
     service.status = 200
     assert ask(helped, [user("one")]) == "ok"
+    assert "return_token_ids" in service.requests[1]
 
 
 def test_an_error_has_the_services_own_type_code_and_parameter(helped: Served, service: Service) -> None:
