@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from lightning_rl_proxy.dialects import chat_completions
 from lightning_rl_proxy.dialects.base import NamedTool, Opening
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
-from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, tool_call
+from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, SampledToken, tool_call
 
 USER = {"role": "user", "content": "hi"}
 LOOK_UP = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
+FUNCTION_CALL = {"name": "f", "arguments": "{}"}
 OPENING = Opening(call_id="c1", model="policy", created=1_700_000_000, prompt_tokens=7)
 
 
@@ -59,6 +60,8 @@ def client(body: bytes, *, stream: bool = False, status: int = 200) -> openai.Op
             lambda r: r.tool_choice == NamedTool("look_up"),
         ),
         ({"tools": [LOOK_UP], "parallel_tool_calls": False}, lambda r: not r.parallel_tool_calls),
+        ({"tools": [LOOK_UP], "tool_choice": "none"}, lambda r: r.tool_choice == "none"),
+        ({"tools": [LOOK_UP]}, lambda r: r.parallel_tool_calls and r.tool_choice == "auto"),
         ({"stream": True}, lambda r: r.stream),
         ({"logit_bias": {"5": -100}}, lambda r: r.sampling.logit_bias == {"5": -100}),
         ({"what_is_this": 1, "user": "me"}, lambda r: r.ignored_fields == ["what_is_this"]),
@@ -91,13 +94,22 @@ def test_every_honoured_field_is_read() -> None:
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice"),
         ({"web_search_options": {}}, "web_search_options"),
-        ({"stop": [""]}, "stop"),
+        ({"stop": ["x", ""]}, "stop"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "nothing"}}, "tools": [LOOK_UP]}, "tool_choice"),
         ({"messages": [{"role": "robot"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        ({"messages": [{"role": "assistant", "content": "a"}], "continue_final_message": True}, "messages[0]"),
+        ({"messages": [USER, USER], "continue_final_message": True}, "messages[1]"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(fields: dict[str, Any], param: str) -> None:
@@ -120,6 +132,116 @@ def test_developers_are_systems_and_texts_in_parts_are_one_text() -> None:
     )
     assert request.messages[0] == {"role": "system", "content": "ab"}
     assert request.messages[1]["content"] == [*parts, image]
+
+
+@pytest.mark.parametrize(
+    ("message", "read"),
+    [
+        ({"content": None, "tool_calls": []}, {"content": "", "tool_calls": []}),
+        ({"content": [{"type": "refusal", "refusal": "no"}, "t"]}, {"content": "not"}),
+        ({"content": "a", "reasoning": "new"}, {"content": "a", "reasoning": "new", "reasoning_content": "new"}),
+        (
+            {"content": "a", "reasoning": "new", "reasoning_content": "old"},
+            {"content": "a", "reasoning": "new", "reasoning_content": "old"},
+        ),
+    ],
+)
+def test_what_an_assistant_said_is_read_in_the_words_of_several_clients(
+    message: dict[str, Any], read: dict[str, Any]
+) -> None:
+    request = chat_completions.parse(asked(messages=[{"role": "assistant", **message}]))
+    assert request.messages == [{"role": "assistant", **read}]
+
+
+def test_the_result_of_a_function_is_that_of_the_latest_call_also_of_an_earlier_request() -> None:
+    def calls(number: int) -> dict[str, Any]:
+        call = {"id": f"function_{number}", "type": "function", "function": FUNCTION_CALL}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    def result(number: int) -> dict[str, Any]:
+        return {"role": "tool", "name": "f", "content": "done", "tool_call_id": f"function_{number}"}
+
+    read = [calls(0), result(0), calls(2)]
+    said = {"role": "function", "name": "f", "content": "done"}
+    again = {"role": "assistant", "content": None, "function_call": FUNCTION_CALL}
+    request = chat_completions.parse(asked(messages=[said, again, said], functions=[{"name": "f"}]), read)
+    assert request.messages == [*read, result(2), calls(4), result(4)]
+    assert request.known == 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "read"),
+    [
+        ({}, ("", None, 1, False, False)),
+        ({"model": "m", "tools": [1], "n": 2, "logprobs": True, "return_token_ids": True}, ("m", [1], 2, True, True)),
+        ({"model": 1, "tools": "x", "n": None, "logprobs": 1, "return_token_ids": 1}, ("", None, 1, False, False)),
+    ],
+)
+def test_of_a_request_that_goes_on_to_a_service_only_what_the_gateway_needs_is_read(
+    fields: dict[str, Any], read: Any
+) -> None:
+    request = chat_completions.parse_relayed({"messages": [], **fields})
+    assert (request.model, request.tools, request.n, request.logprobs, request.token_ids) == read
+
+
+@pytest.mark.parametrize(
+    ("usages", "merged"),
+    [
+        ([{"prompt_tokens": 7, "completion_tokens": 3}, {"prompt_tokens": 9, "completion_tokens": None}], (7, 3, 10)),
+        ([{"prompt_tokens": None}, None], (0, 0, 0)),
+        ([None, None], None),
+    ],
+)
+def test_usages_of_several_answers_are_one_as_far_as_services_tell(usages: list[Any], merged: Any) -> None:
+    answers = [{"choices": [{"index": 0, "text": str(i)}], "usage": usage} for i, usage in enumerate(usages)]
+    told = msgspec.json.decode(chat_completions.merge(answers))
+    assert [(choice["index"], choice["text"]) for choice in told["choices"]] == [(0, "0"), (1, "1")]
+    assert (told["usage"] and tuple(told["usage"].values())) == merged
+
+
+@pytest.mark.parametrize(
+    ("fields", "known", "told"),
+    [
+        ({}, True, None),
+        ({"logprobs": True}, False, None),
+        ({"logprobs": True}, True, ("<1>", [])),
+        ({"logprobs": True, "top_logprobs": 2}, True, ("<1>", ["<1>"])),
+        ({"logprobs": True, "return_tokens_as_token_ids": True}, True, ("token_id:1", [])),
+    ],
+)
+def test_logprobs_are_told_as_far_as_they_are_asked_for_and_known(
+    fields: dict[str, Any], known: bool, told: Any
+) -> None:
+    said = answer("a", token_ids=[1], logprobs=[-0.5] if known else None)
+    whole = chat_completions.serialize(chat_completions.parse(asked(**fields)), OPENING, [said])
+    logprobs = msgspec.json.decode(whole)["choices"][0]["logprobs"]
+    if told is None:
+        assert logprobs is None
+    else:
+        [token] = logprobs["content"]
+        assert (token["token"], [top["token"] for top in token["top_logprobs"]]) == told
+        assert token["bytes"] == list(b"<1>")
+
+
+@pytest.mark.parametrize("fields", [{"tools": [LOOK_UP]}, {"functions": [{"name": "f"}]}])
+def test_a_call_in_an_answer_that_was_cut_does_not_hide_the_cut(fields: dict[str, Any]) -> None:
+    said = answer(tool_calls=[tool_call("call_1", "f", {})], finish_reason="length")
+    whole = chat_completions.serialize(chat_completions.parse(asked(**fields)), OPENING, [said])
+    [choice] = msgspec.json.decode(whole)["choices"]
+    assert choice["finish_reason"] == "length"
+    assert choice["message"]["content"] is None
+
+
+def test_a_client_that_knows_functions_gets_the_first_call_and_its_tokens() -> None:
+    calls = [tool_call("call_1", "f", {}), tool_call("call_2", "g", {})]
+    request = chat_completions.parse(asked(functions=[{"name": "f"}, {"name": "g"}], return_token_ids=True))
+    whole = msgspec.json.decode(chat_completions.serialize(request, OPENING, [answer(tool_calls=calls)]))
+    assert whole["choices"][0]["message"]["function_call"]["name"] == "f"
+    events = chat_completions.events(request, OPENING)
+    delta = Delta(kind="tool_call", tool_call=calls[0], tokens=[SampledToken(5, "f", -1.0)])
+    [choice] = msgspec.json.decode(events.delta(0, delta).removeprefix(b"data: "))["choices"]
+    assert choice["delta"] == {"function_call": calls[0]["function"]}
+    assert choice["token_ids"] == [5]
 
 
 def test_an_answer_is_what_the_sdk_expects() -> None:
@@ -201,6 +323,18 @@ def test_a_cut_answer_says_length_in_a_stream_too() -> None:
 
 def test_usage_is_streamed_only_where_it_is_asked_for() -> None:
     assert b"usage" not in streamed(asked(), [answer("a")], [])
+    body = streamed(asked(stream_options={"include_usage": True}), [answer("a")], [])
+    told = [chunk.usage for chunk in client(body, stream=True).chat.completions.create(**asked(stream=True))]
+    assert [usage is None for usage in told] == [True, True, True, False]
+    assert body.count(b'"usage":null') == 3
+
+
+def test_a_stream_begins_every_choice() -> None:
+    events = chat_completions.events(chat_completions.parse(asked(n=3)), OPENING)
+    chunks = [msgspec.json.decode(line.removeprefix(b"data: ")) for line in events.start().split(b"\n\n") if line]
+    assert [(choice["index"], choice["delta"]["role"]) for chunk in chunks for choice in chunk["choices"]] == [
+        (0, "assistant"), (1, "assistant"), (2, "assistant"),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
