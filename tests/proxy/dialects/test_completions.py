@@ -53,7 +53,8 @@ def test_a_prompt_is_one_text_or_one_list_of_ids(prompt: Any, read: Any) -> None
         ({"prompt": [[1], [2]]}, "prompt"),
         ({"suffix": "end"}, "suffix"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"n": 2, "best_of": 1}, "best_of"),
+        ({"echo": True, "logprobs": 0}, "echo"),
         ({"echo": True, "prompt": [1, 2]}, "echo"),
     ],
 )
@@ -61,6 +62,13 @@ def test_what_cannot_be_honoured_is_named(fields: dict[str, Any], param: str) ->
     with pytest.raises(GatewayError) as error:
         completions.parse(asked(**fields))
     assert (error.value.status, error.value.param) == (400, param)
+
+
+def test_what_asks_for_nothing_more_is_taken() -> None:
+    request = completions.parse(asked(n=2, best_of=2, logprobs=1, ignore_eos=False))
+    assert (request.n, request.ignored_fields) == (2, [])
+    assert request.sampling == completions.parse(asked()).sampling
+    assert completions.parse(asked(ignore_eos=True)).sampling.ignore_eos
 
 
 def test_every_honoured_field_is_read() -> None:
@@ -101,11 +109,22 @@ def test_a_stream_adds_up_to_the_whole_answer(pieces: list[str], echo: bool) -> 
 
 
 def test_offsets_run_on_through_a_stream() -> None:
-    events = completions.events(completions.parse(asked(logprobs=0)), OPENING)
+    events = completions.events(completions.parse(asked(logprobs=0, n=2)), OPENING)
     first = events.delta(0, Delta(kind="content", text="ab", tokens=[SampledToken(1, "ab", -1.0)]))
     second = events.delta(0, Delta(kind="content", text="c", tokens=[SampledToken(2, "c", -1.0)]))
     assert b'"text_offset":[0]' in first
     assert b'"text_offset":[2]' in second
+    others = [events.delta(1, Delta(kind="content", text="d", tokens=[SampledToken(3, "d", -1.0)])) for _ in range(2)]
+    assert b'"text_offset":[0]' in others[0]
+    assert b'"text_offset":[1]' in others[1]
+
+
+def test_logprobs_name_tokens_by_id_where_asked_and_are_none_where_unknown() -> None:
+    request = completions.parse(asked(logprobs=0, return_tokens_as_token_ids=True))
+    whole = client(completions.serialize(request, OPENING, [answer("a"), answer("b", logprobs=None)]))
+    known, unknown = whole.completions.create(**asked()).choices
+    assert known.logprobs.tokens == ["token_id:1", "token_id:2"]
+    assert unknown.logprobs is None
 
 
 def test_logprobs_of_more_tokens_than_the_sampled_one_are_those_of_that_one() -> None:

@@ -186,11 +186,13 @@ def test_images_become_data_urls_beside_text():
     asked = blocks(
         text("what is"),
         {"type": "image", "source": PIXEL},
+        {"type": "image", "source": PIXEL | {"media_type": "image/webp"}},
         {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}},
     )
     assert parsed(asked).messages[0]["content"] == [
         text("what is"),
         {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}},
+        {"type": "image_url", "image_url": {"url": "data:image/webp;base64,aGk="}},
         {"type": "image_url", "image_url": {"url": "http://x/y.png"}},
     ]
 
@@ -228,6 +230,11 @@ def test_tool_results_come_before_what_the_user_says_and_in_order():
         },
         {"role": "user", "content": "and so?"},
     ]
+
+
+def test_a_turn_without_text_adds_no_break_and_is_not_lost():
+    assert parsed(USER, blocks(result("t"))).messages == [{"role": "tool", "tool_call_id": "t", "content": ""}, USER]
+    assert parsed(blocks()).messages == [{"role": "user", "content": ""}]
 
 
 def test_the_model_is_told_that_a_call_failed():
@@ -281,7 +288,9 @@ def test_tools_that_anthropics_servers_run_are_left_out_and_told_of(kind):
     assert request.ignored_fields == ["tools.1"]
     alone = parsed(tools=[{"type": kind, "name": "x"}])
     assert alone.tools is None
-    assert refused(fields(tools=[{"type": kind, "name": "x"}], tool_choice={"type": "any"})).param == "tool_choice.type"
+    for choice in ({"type": "any"}, {"type": "tool", "name": "x"}):
+        error = refused(fields(tools=[{"type": kind, "name": "x"}], tool_choice=choice))
+        assert error.message == "tool_choice.type: none of the tools can be called here"
 
 
 @pytest.mark.parametrize(
@@ -303,13 +312,14 @@ def test_documents_and_search_results_are_text():
     document = {
         "type": "document",
         "title": "Cats",
+        "context": "of pets",
         "source": {"type": "text", "media_type": "text/plain", "data": "3."},
     }
     found = {"type": "search_result", "source": "u", "title": "t", "content": [{"type": "text", "text": "4."}]}
     content = {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "5."}]}}
     [said] = parsed(messages=[{"role": "user", "content": [document, found, content]}]).messages
     assert said["content"] == (
-        "<document>\n<title>Cats</title>\n3.\n</document>\n"
+        "<document>\n<title>Cats</title>\n<context>of pets</context>\n3.\n</document>\n"
         "<search_result>\n<source>u</source>\n<title>t</title>\n4.\n</search_result>\n"
         "<document>\n5.\n</document>\n"
     )
@@ -321,6 +331,9 @@ def test_documents_and_search_results_are_text():
 def test_a_managed_context_stays_as_it_is_and_says_so():
     edits = {"edits": [{"type": "clear_tool_uses_20250919"}]}
     assert parsed(context_management=edits).ignored_fields == ["context_management"]
+    for asked, told in ({"context_management": edits}, {"applied_edits": []}), ({}, None):
+        message = json.loads(messages.serialize(parsed(**asked), OPENING, [answer("a")]))
+        assert message.get("context_management") == told
 
 
 @pytest.mark.parametrize(
@@ -353,11 +366,20 @@ def test_a_format_is_a_schema_in_either_field():
 def test_what_is_not_followed_is_told():
     request = parsed(
         thinking={"type": "enabled", "budget_tokens": 2048},
-        output_config={"effort": "low", "format": None},
-        tools=[WEATHER | {"strict": True, "allowed_callers": ["direct"]}],
+        output_config={"effort": "low", "format": None, "other": None},
+        tools=[
+            WEATHER | {"strict": True, "allowed_callers": ["direct"]},
+            WEATHER | {"type": "custom", "strict": True},
+        ],
         whatever=1,
     )
-    assert sorted(request.ignored_fields) == ["output_config.effort", "thinking", "tools.0.strict", "whatever"]
+    assert sorted(request.ignored_fields) == [
+        "output_config.effort", "thinking", "tools.0.strict", "tools.1.strict", "whatever",
+    ]  # fmt: skip
+
+
+def test_no_stop_sequences_are_none():
+    assert parsed(stop_sequences=[]).sampling.stop is None
 
 
 def test_hints_are_taken_silently():
@@ -379,8 +401,9 @@ def test_what_would_change_the_answer_is_refused_but_for_off(name):
         ({"max_tokens": None}, "max_tokens", "int"),
         ({"max_tokens": 0}, "max_tokens", ">= 1"),
         ({"messages": []}, "messages", "at least one"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "messages", "a user's message comes before"),
         ({"messages": "hi"}, "messages", "array"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "tool"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'tool', which is not supported"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "Field required"),
         ({"messages": [{"role": "user"}]}, "messages.0.content", "Field required"),
         ({"messages": [USER, blocks({"type": "video"})]}, "messages.1.content.0.type", "video"),
@@ -514,14 +537,22 @@ def test_white_space_around_tool_calls_makes_no_block():
 
 
 @pytest.mark.parametrize(
-    "arguments", ["", "[1, 2]", "3", '{"a": ', "not json", '{"INVALID_JSON": "x"}', '{"a": NaN}', "null"]
+    "arguments", ["", " \n", "[1, 2]", "3", '{"a": ', "not json", '{"INVALID_JSON": "x"}', '{"a": NaN}', "null"]
 )
 def test_arguments_that_are_no_object_are_one_for_the_sdk_and_come_back_as_they_were(arguments):
     said = answer(calls=[arguments])
     (block,) = created(said).content
     assert isinstance(block.input, dict)
     back = parsed(USER, blocks(block.to_dict(), role="assistant"), USER).messages[1]
-    assert back["tool_calls"][0]["function"]["arguments"] == (arguments or "{}")
+    assert back["tool_calls"][0]["function"]["arguments"] == (arguments if arguments.strip() else "{}")
+
+
+@pytest.mark.parametrize("given", [{"INVALID_JSON": "x", "a": 1}, {"INVALID_JSON": 1}])
+def test_an_object_that_only_resembles_such_arguments_is_taken_as_it_is(given):
+    [block] = created(answer(calls=[json.dumps(given)])).content
+    assert block.input == given
+    [call] = parsed(USER, blocks(use("t", given), role="assistant"), USER).messages[1]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == given
 
 
 # Streams

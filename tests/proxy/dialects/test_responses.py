@@ -41,6 +41,7 @@ NESTED = {
     "function": {"name": "look_up", "parameters": LOOK_UP["parameters"], "strict": False},
 }
 SCHEMA = {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "strict": True}
+GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: A"}
 OPENING = Opening(call_id=CALL_ID, model="policy", created=1_700_000_000, prompt_tokens=7)
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
 
@@ -171,7 +172,19 @@ def accumulated(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             lambda r: r.sampling.json_schema is None,
         ),
         ({"text": {"format": SCHEMA}, "tools": [LOOK_UP]}, lambda r: r.sampling.json_schema == {"type": "object"}),
-        ({"tools": [LOOK_UP]}, lambda r: r.tools == [NESTED] and r.tool_choice == "auto"),
+        ({"tools": [LOOK_UP]}, lambda r: r.tools == [NESTED] and r.tool_choice == "auto" and r.parallel_tool_calls),
+        (
+            {"tools": [{"type": "custom", "name": "code"}], "tool_choice": {"type": "custom", "name": "code"}},
+            lambda r: r.tool_choice == NamedTool("code"),
+        ),
+        (
+            {"tools": [{"type": "local_shell"}], "tool_choice": {"type": "local_shell"}},
+            lambda r: r.tool_choice == NamedTool("local_shell"),
+        ),
+        (
+            {"tools": [{"type": "custom", "name": "code", "description": "SQL", "format": GRAMMAR}]},
+            lambda r: r.tools[0]["function"]["description"] == "SQL\nThe input is a text of this grammar:\nstart: A",
+        ),
         ({"tools": [LOOK_UP], "tool_choice": "required"}, lambda r: r.tool_choice == "required"),
         ({"tools": [LOOK_UP], "tool_choice": "none"}, lambda r: r.tool_choice == "none"),
         (
@@ -262,6 +275,7 @@ def test_null_means_not_given(name: str) -> None:
         ({"tools": ["f"]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
         ({"tools": [LOOK_UP | {"parameters": "none"}]}, "tools[0].parameters"),
+        ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "always"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "g"}, "tools": [LOOK_UP]}, "tool_choice.name"),
@@ -296,6 +310,12 @@ def test_what_cannot_be_honoured_is_refused_and_named(fields: dict[str, Any], pa
     with pytest.raises(GatewayError) as refused:
         request(**fields)
     assert (refused.value.status, refused.value.param) == (400, param)
+
+
+def test_a_request_without_a_model_is_refused_by_name() -> None:
+    with pytest.raises(GatewayError) as refused:
+        responses.parse({"input": "hi"})
+    assert refused.value.param == "model"
 
 
 @given(
@@ -381,6 +401,67 @@ def reasoning_item(text: str, **more: Any) -> dict[str, Any]:
     return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], **more}
 
 
+def test_reasoning_is_read_in_full_where_it_is_there_else_in_summary() -> None:
+    summary = [{"type": "summary_text", "text": "s"}, {"type": "summary_text", "text": "t"}]
+    for item, read in (
+        (reasoning_item("r", summary=summary), "r"),
+        ({"type": "reasoning", "summary": summary}, "s\nt"),
+    ):
+        assert messages(item, {"role": "assistant", "content": "a"})[0]["reasoning_content"] == read
+
+
+@pytest.mark.parametrize(
+    ("item", "arguments"),
+    [
+        ({"type": "local_shell_call", "action": {"command": ["bash", "-lc", "ls a"]}}, {"command": "ls a"}),
+        ({"type": "local_shell_call", "action": {"command": ["ls", "a b"]}}, {"command": "ls 'a b'"}),
+        (
+            {"type": "local_shell_call", "action": {"command": ["bash", "-lc", "$0", "x"]}},
+            {"command": "bash -lc '$0' x"},
+        ),
+        (
+            {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a.py"}},
+            {"patch": "*** Begin Patch\n*** Delete File: a.py\n\n*** End Patch"},
+        ),
+    ],
+)
+def test_a_call_of_a_tool_that_takes_a_text_is_one_of_a_function(
+    item: dict[str, Any], arguments: dict[str, str]
+) -> None:
+    [message] = messages(item | {"call_id": "c"})
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == arguments
+
+
+def test_outputs_of_such_calls_may_lack_what_other_outputs_have() -> None:
+    assert messages(
+        {"type": "local_shell_call_output", "id": "c", "output": "1"},
+        {"type": "apply_patch_call_output", "call_id": "d", "status": "completed"},
+    ) == [
+        {"role": "tool", "tool_call_id": "c", "content": "1"},
+        {"role": "tool", "tool_call_id": "d", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "item"),
+    [
+        ("custom", {"input": "x", "more": 1}, {"input": '{"input": "x", "more": 1}'}),
+        ("custom", {"input": 1}, {"input": '{"input": 1}'}),
+        (
+            "apply_patch",
+            {"patch": "*** Begin Patch\n*** Delete File: a.py\n*** End Patch"},
+            {"operation": {"type": "delete_file", "path": "a.py"}},
+        ),
+        ("apply_patch", {"patch": "what"}, {"type": "function_call", "arguments": '{"patch": "what"}'}),
+    ],
+)
+def test_a_call_holds_the_text_that_its_tool_takes(tool: str, arguments: Any, item: dict[str, Any]) -> None:
+    name = "code" if tool == "custom" else tool
+    said = answer(tool_calls=[tool_call("c", name, json.dumps(arguments))])
+    [told] = whole(said, tools=[{"type": tool, "name": name}])["output"]
+    assert told == told | item
+
+
 def test_items_of_one_answer_become_one_message() -> None:
     assert messages(
         USER,
@@ -429,6 +510,15 @@ def test_items_of_one_answer_become_one_message() -> None:
             [(None, "a", 0), ("r", "", 1)],
         ),
         ([reasoning_item("r"), reasoning_item("s"), {"role": "assistant", "content": "a"}], [("r\ns", "a", 0)]),
+        ([call_item("c1"), reasoning_item("r"), call_item("c2")], [(None, "", 1), ("r", "", 1)]),
+        (  # an item without an id is of the answer before it
+            [
+                {"role": "assistant", "content": "a", "id": f"msg_{CALL_ID}_0"},
+                call_item("c"),
+                call_item(f"call_{OTHER_ID}_0"),
+            ],
+            [(None, "a", 1), (None, "", 1)],
+        ),
         ([reasoning_item("r")], [("r", "", 0)]),
         ([{"type": "reasoning", "summary": [], "encrypted_content": "gAAA"}], []),
         ([{"type": "reasoning", "summary": [{"type": "summary_text", "text": "r"}], "content": None}], [("r", "", 0)]),
@@ -472,6 +562,7 @@ def test_the_response_that_a_request_continues_is_read() -> None:
     assert responses.previous(asked(previous_response_id="resp_1")) == "resp_1"
     assert responses.previous(asked(previous_response_id=None)) is None
     assert responses.previous(asked()) is None
+    assert responses.previous(asked(previous_response_id=["resp_1"])) is None
 
 
 def test_an_unknown_previous_response_is_told_in_openais_words() -> None:
@@ -674,6 +765,11 @@ def test_the_last_event_is_the_whole_answer_in_whatever_order_it_came(
     assert events[-1]["response"] == whole(given, stream=True, **fields)
     shown = [item for item in accumulated(events) if item["type"] != "reasoning"]
     assert shown == [item for item in events[-1]["response"]["output"] if item["type"] != "reasoning"]
+
+
+def test_reasoning_ends_once_before_several_calls() -> None:
+    said = answer(reasoning="r", tool_calls=[called(), called(1)])
+    assert accumulated(events_of(streamed(said))) == whole(said)["output"]
 
 
 def test_the_sdk_reads_a_stream() -> None:
