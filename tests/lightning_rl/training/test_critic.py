@@ -203,6 +203,18 @@ def test_it_goes_on_from_what_was_saved() -> None:
     assert go_on(other, 2) == expected[2:]
 
 
+@pytest.mark.parametrize("change", ["lacks", "has more"])
+def test_what_was_saved_of_another_model_is_refused_by_the_names_that_differ(change: str) -> None:
+    state = critic_of().state_dict()
+    if change == "lacks":
+        del state["model"]["head.bias"]
+    else:
+        state["model"]["head.scale"] = state["model"]["head.bias"]
+    name = "head.bias" if change == "lacks" else "head.scale"
+    with pytest.raises(ValueError, match=f"the saved critic is another model: {name} of 1 names are not in both"):
+        critic_of().load_state_dict(state)
+
+
 @pytest.mark.parametrize("name", ["values", "returns"])
 def test_an_update_needs_old_values_and_returns(name: str) -> None:
     sequences = ready(two_answers())

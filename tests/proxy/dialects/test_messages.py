@@ -378,6 +378,11 @@ def test_what_is_not_followed_is_told():
     ]  # fmt: skip
 
 
+def test_the_beginning_of_an_answer_may_begin_with_white_space():
+    request = parsed(USER, {"role": "assistant", "content": "\n a"})
+    assert (request.prefill, request.begun) == (True, "\n a")
+
+
 def test_no_stop_sequences_are_none():
     assert parsed(stop_sequences=[]).sampling.stop is None
 
