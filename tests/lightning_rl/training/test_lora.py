@@ -160,6 +160,8 @@ def test_another_tools_adapter_is_gone_on_with_without_its_dropout(tmp_path: Pat
     ("changes", "message"),
     [
         ({"r": 2}, "has rank 2 and alpha 8, but lora_rank is 4 and lora_alpha 8: set them to the adapter's"),
+        ({"lora_alpha": 16}, "has rank 4 and alpha 16, but lora_rank is 4 and lora_alpha 8: set them to the adapter's"),
+        ({"rank_pattern": {"q_proj": 2}}, r"is not of this model: 4 of its tensors are missing, unknown or of another"),
         ({"use_dora": True}, "not plain LoRA, the only kind that is trained: use_dora"),
         ({"bias": "all"}, "not plain LoRA.*: bias"),
         ({"modules_to_save": ["norm"]}, "not plain LoRA.*: modules_to_save"),

@@ -167,6 +167,7 @@ def test_a_limit_is_the_most_that_is_taken(size: int, limit: int) -> None:
     checks = [
         (lambda: limits.check_body(size), size > limit),
         (lambda: limits.check_messages({"messages": [0] * size}), size > limit),
+        (lambda: limits.check_messages({"messages": [0]}, before=size - 1), size > limit),
         (lambda: limits.check_head({"path": "x" * size, "headers": []}), size > limit),
         (lambda: limits.check_calls(size, "a"), size >= limit),
     ]
