@@ -16,6 +16,8 @@ NODE := .venv-node
 CHROMIUM ?= /usr/bin/chromium
 SERVICES := tests/lightning_rl/control_plane tests/lightning_rl/runner tests/lightning_rl/store tests/lightning_rl/cli/test_serve.py \
   tests/lightning_rl/cli/test_runner.py tests/lightning_rl/inspect/test_attached.py tests/lightning_rl/viewer/test_at_server.py
+# Of which `make test` runs nothing: their modules need not be loaded for it.
+SUITES := tests/browser tests/chaos tests/cluster tests/gpu tests/oracle tests/sandboxes tests/sglang tests/vllm
 CLUSTER := tests/cluster tests/lightning_rl/training/distributed
 FAST := not e2e and not chaos and not package and not sdk and not vllm and not sglang and not agents and not cluster and not browser and not gpu and not works_with and not sandboxes
 ASKING := forest/test_live_forest test_call_names test_gateway http/test_limits test_logs http/test_openapi test_parking \
@@ -36,14 +38,14 @@ quickstart: $(VENV)/.base
 	$(BIN)/lightning-rl quickstart $(ARGS)
 
 test: $(VENV)/.dev
-	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and not long" -n 3 --dist loadscope $(ARGS)
+	$(PYTEST) tests $(SERVICES:%=--ignore %) $(SUITES:%=--ignore %) -m "$(FAST) and not long" -n 3 --dist loadscope $(ARGS)
 
 # Everything, which a release needs and CI takes slices of: the targets below, what is `long` above, and properties with
 # four times as many random examples.
 test-all: export EXAMPLES = all
 test-all: test test-limits site test-services test-runs test-e2e test-sdk test-cluster test-chaos test-fuzz test-package \
   test-oracle test-agents test-works-with test-sandboxes test-browser test-vllm test-vllm-training test-vllm-gateway test-sglang
-	$(PYTEST) tests $(SERVICES:%=--ignore %) --ignore tests/oracle -m "$(FAST) and long" -n 3 --dist loadscope
+	$(PYTEST) tests $(SERVICES:%=--ignore %) $(SUITES:%=--ignore %) -m "$(FAST) and long" -n 3 --dist loadscope
 
 # Toy sizes, with thresholds so low that they take the code paths of large ones.
 LIMITED := proxy adapters lightning_rl/inference lightning_rl/rl lightning_rl/store lightning_rl/training lightning_rl/viewer

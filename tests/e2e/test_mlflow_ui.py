@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from lightning_rl.telemetry.traces.mlflow import MlflowTraces
 from lightning_rl.telemetry.traces.trace_builder import Story
 from tests.lightning_rl.telemetry.traces.recorded import COUNTED, looked_up
 from tests.lightning_rl.telemetry.traces.test_backends import CHECKPOINT, TREE
@@ -40,6 +39,8 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def url(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The page's server, as docs/rollout-trace.md starts it."""
+    from lightning_rl.telemetry.traces.mlflow import MlflowTraces
+
     run_dir = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("MLFLOW_TRACKING_URI", raising=False)

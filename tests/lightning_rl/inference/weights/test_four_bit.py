@@ -14,7 +14,11 @@ from lightning_rl.inference.load import load_model
 from lightning_rl.inference.weights import four_bit
 from lightning_rl.training import lora
 
-pytest.importorskip("bitsandbytes")
+
+@pytest.fixture(autouse=True)
+def _bitsandbytes() -> None:
+    pytest.importorskip("bitsandbytes")
+
 
 TOKENS = torch.arange(1, 31).reshape(2, 15)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from lightning_rl.telemetry.traces.mlflow import MlflowTraces
 from lightning_rl.telemetry.traces.otlp import OtlpTraces
 from lightning_rl.telemetry.traces.trace_builder import Story
 from lightning_rl.telemetry.traces.writer import NotTaken
@@ -28,7 +27,9 @@ TREE = {
 @pytest.fixture(scope="module")
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     """What MLflow holds of a rollout that was written twice, by attempt."""
-    from mlflow.tracking import MlflowClient
+    from mlflow.tracking import MlflowClient  # takes seconds to load, of every process that collects tests
+
+    from lightning_rl.telemetry.traces.mlflow import MlflowTraces
 
     run_dir = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patched:
