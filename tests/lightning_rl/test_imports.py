@@ -46,8 +46,11 @@ def test_the_quickstart_says_what_it_does_before_it_loads_torch() -> None:
 
 @pytest.mark.parametrize(
     ("given", "spins"),
-    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")],
-    ids=["by default", "its own", "a policy"],
+    [
+        pytest.param({}, "10000", id="by default"),
+        pytest.param({"GOMP_SPINCOUNT": "7"}, "7", id="its own", marks=pytest.mark.long),
+        pytest.param({"OMP_WAIT_POLICY": "passive"}, "0", id="a policy", marks=pytest.mark.long),
+    ],
 )
 def test_cores_that_wait_for_others_soon_sleep(given: dict[str, str], spins: str) -> None:
     """What OpenMP itself says as torch is loaded, which its wheels for other systems do not."""
