@@ -204,17 +204,23 @@ class SFT(ConfiguredAlgorithm):
         rate = models.config.actor_rollout_ref.actor.optim.lr
         kept = replace(self.config, sft=replace(self.config.sft, lr=rate))
         total = self.steps()
+        opened: list[trackers.Tracker] = []
         try:
-            models.train(total)
-            self._restore(models, resumed)
-            write_whole(self.run_dir / _CONFIG, to_yaml(kept).encode())
-            self.history = jsonl.keep_until(self.run_dir / "metrics.jsonl", self.step if resumed else None)
-            note_unfinished(self.run_dir)
-            self._train(models, total)
+            try:
+                models.train(total)
+                self._restore(models, resumed)
+                write_whole(self.run_dir / _CONFIG, to_yaml(kept).encode())
+                self.history = jsonl.keep_until(self.run_dir / "metrics.jsonl", self.step if resumed else None)
+                note_unfinished(self.run_dir)
+                opened += self._trackers(total)
+                self._train(models, total, opened)
+            finally:
+                models.close()
+            model = checkpoint.final_model(self.run_dir, checkpoints / f"step-{max(total, self.step)}")
+            note_finished(self.run_dir)
         finally:
-            models.close()
-        model = checkpoint.final_model(self.run_dir, checkpoints / f"step-{max(total, self.step)}")
-        note_finished(self.run_dir)
+            for tracker in opened:
+                tracker.close()
         return model
 
     def steps(self) -> int:
@@ -254,27 +260,26 @@ class SFT(ConfiguredAlgorithm):
         models.actor.offload()
         return {"sft/held_out_loss": float(-found.mean())}
 
-    def _train(self, models: Models, total: int) -> None:
+    def _trackers(self, total: int) -> list[trackers.Tracker]:
         trainer = self.config.trainer
         names = trackers.of_run(trainer.logger, console=self.console)
         about = About(name=trainer.experiment_name or self.run_dir.name, config=msgspec.to_builtins(self.config))
         if trainer.project_name:
             about = msgspec.structs.replace(about, project=trainer.project_name)
-        opened = trackers.open_trackers(names, self.run_dir, total, began_at=self.step, about=about)
-        try:
-            if self.step == 0 and trainer.val_before_train:
-                self._log(opened, self.held_out_loss(models))
-            while self.step < total:
-                self.step += 1
-                metrics = self.train_step(models)
-                if self._due(trainer.test_freq, total):
-                    metrics |= self.held_out_loss(models)
-                self._log(opened, metrics)
-                if self._due(trainer.save_freq, total):
-                    self._save(models)
-        finally:
-            for tracker in opened:
-                tracker.close()
+        return trackers.open_trackers(names, self.run_dir, total, began_at=self.step, about=about)
+
+    def _train(self, models: Models, total: int, opened: Sequence[trackers.Tracker]) -> None:
+        trainer = self.config.trainer
+        if self.step == 0 and trainer.val_before_train:
+            self._log(opened, self.held_out_loss(models))
+        while self.step < total:
+            self.step += 1
+            metrics = self.train_step(models)
+            if self._due(trainer.test_freq, total):
+                metrics |= self.held_out_loss(models)
+            self._log(opened, metrics)
+            if self._due(trainer.save_freq, total):
+                self._save(models)
 
     def _log(self, opened: Sequence[trackers.Tracker], metrics: dict[str, float]) -> None:
         if metrics:

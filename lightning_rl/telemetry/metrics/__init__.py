@@ -7,6 +7,7 @@ from typing import Protocol
 
 from lightning_rl.config import ConfigError
 from lightning_rl.telemetry.metrics.about import About
+from lightning_rl.telemetry.metrics.service import ServiceTracker
 
 
 class Tracker(Protocol):
@@ -44,7 +45,7 @@ def open_trackers(
 ) -> list[Tracker]:
     """The trackers of `trainer.logger`, for a run of `total_steps` that begins after step `began_at`.
 
-    Raises ConfigError as `check_names` does, and what a service's own library raises where it cannot be reached.
+    Raises ConfigError as `check_names` does, and TrackerUnusable for a service that cannot be reached.
     """
     check_names(names)
     told = about or About(name=run_dir.name)
@@ -66,9 +67,9 @@ def open_trackers(
     if "wandb" in names:
         from lightning_rl.telemetry.metrics.wandb import WandbTracker
 
-        trackers.append(WandbTracker(run_dir, told))
+        trackers.append(ServiceTracker("wandb", lambda: WandbTracker(run_dir, told)))
     if "mlflow" in names:
         from lightning_rl.telemetry.metrics.mlflow import MlflowTracker
 
-        trackers.append(MlflowTracker(run_dir, told))
+        trackers.append(ServiceTracker("mlflow", lambda: MlflowTracker(run_dir, told)))
     return trackers

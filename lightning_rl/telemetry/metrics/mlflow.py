@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_rl.files import finished
 from lightning_rl.telemetry.metrics.about import About, kept_id
 
 _AT_ONCE = 1000  # metrics, and 100 parameters: the limits of one request
@@ -44,6 +45,7 @@ class MlflowTracker:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
+        self._run_dir = run_dir
         self._client: Any = MlflowClient(tracking_uri(run_dir))
         experiment = experiment_of(self._client, about.project)
         made = run_id_of(run_dir) is None
@@ -64,8 +66,8 @@ class MlflowTracker:
             self._client.log_batch(self._run, metrics=values[start : start + _AT_ONCE])
 
     def close(self) -> None:
-        """The run is over."""
-        self._client.set_terminated(self._run)
+        """The run is over, or has broken off."""
+        self._client.set_terminated(self._run, "FAILED" if finished(self._run_dir) is None else "FINISHED")
 
 
 def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,14 +1,17 @@
 """TensorBoard, Weights & Biases (offline), MLflow, each read back by its own library; a run that goes on is one."""
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_rl.config import ConfigError
+from lightning_rl.files import note_finished
 from lightning_rl.telemetry import metrics as trackers
 from lightning_rl.telemetry.metrics.about import About, kept_id
+from lightning_rl.telemetry.metrics.service import ServiceTracker, TrackerUnusable
 
 ABOUT = About(project="p", name="n", config={"data": {"seed": 3}, "long": "x" * 9000})
 
@@ -42,6 +45,8 @@ def test_mlflow_keeps_one_run_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
     experiment = client.get_experiment_by_name("p").experiment_id
     assert [run.info.status for run in client.search_runs([experiment])] == ["RUNNING"]
     tracker.close()
+    assert [run.info.status for run in client.search_runs([experiment])] == ["FAILED"]  # it broke off
+    note_finished(tmp_path)
     log("mlflow", tmp_path, {2: {"tokens/excluded/zero_variance": 4.0}}, began_at=1)
     [run] = client.search_runs([experiment])
     assert (run.info.run_name, run.info.status, run.data.params["data.seed"]) == ("n", "FINISHED", "3")
@@ -60,6 +65,51 @@ def test_wandb_writes_offline_where_it_is_told_to(tmp_path: Path, monkeypatch: p
     while b"critic/rewards/mean" not in file.read_bytes():  # a process of wandb's own writes it
         assert time.monotonic() < last, file.read_bytes()
         time.sleep(0.05)
+
+
+class AtTimesAway:
+    """A service that takes nothing while it is away; `took` has the steps that it took."""
+
+    def __init__(self) -> None:
+        self.away, self.took, self.is_closed = False, list[int](), False
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self.away:
+            raise OSError("503, busy")
+        self.took.append(step)
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_what_a_service_does_not_take_waits_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    service = AtTimesAway()
+    tracker = ServiceTracker("mlflow", lambda: service)
+    for step, service.away in ((1, False), (2, True), (3, True)):
+        tracker.log(step, {"loss": 1.0})
+    tracker._not_before = 1.0  # the pause is over
+    service.away = False
+    tracker.log(4, {"loss": 1.0})
+    assert service.took == [1, 2, 3, 4]
+    assert caplog.messages == [
+        "mlflow does not take the metrics of step 2 (OSError: 503, busy): the run goes on, and they wait for it",
+        "mlflow takes metrics again, and has those that waited",
+    ]
+    service.away = True
+    tracker.log(5, {"loss": 1.0})
+    tracker.close()
+    assert service.is_closed
+    assert caplog.messages[-1] == "mlflow lacks steps 5 to 5: metrics.jsonl has them"
+
+
+def test_a_service_that_cannot_be_opened_is_named() -> None:
+    def refuses() -> AtTimesAway:
+        raise PermissionError("no API key")
+
+    with pytest.raises(
+        TrackerUnusable, match=r"'wandb', which cannot be opened: PermissionError: no API key. Mend that"
+    ):
+        ServiceTracker("wandb", refuses)
 
 
 def test_a_run_that_goes_on_keeps_its_id(tmp_path: Path) -> None:
