@@ -102,9 +102,12 @@ class Problems:
         )
 
     def _no_call(self, trajectory: Trajectory) -> str:
-        return refused_prompt(trajectory.ended_by) or (
+        if (refused := refused_prompt(trajectory.ended_by)) is not None:
+            return refused
+        printed = f"; what it printed last: {trajectory.printed}" if trajectory.printed else ""
+        return (
             "the agent must use llm.base_url and llm.api_key (calls that were refused, and why, are in "
-            f"{self._run_dir / 'server.log'})"
+            f"{self._run_dir / 'server.log'}{printed})"
         )
 
     def _found(self, trajectories: Sequence[Trajectory]) -> dict[str, tuple[int, str]]:
@@ -137,8 +140,9 @@ class Problems:
             text = "gave rewards to calls that they did not make, which are lost: pass the id of the answer as call_id"
             found.append(("lost rewards", text))
         if not trajectory.calls and trajectory.error is None:
-            why = self._no_call(trajectory)
-            found.append((f"no call: {why}", f"made no call to the model: {why}; these train nothing"))
+            refused = refused_prompt(trajectory.ended_by)
+            text = f"made no call to the model: {self._no_call(trajectory)}; these train nothing"
+            found.append((f"no call: {refused}", text))
         if any(row.excluded == "overlong" for row in trajectory.rows):
             text = (
                 f"have rows of more than {self._max_tokens} tokens, which are not trained: raise "

@@ -16,7 +16,7 @@ from lightning_rl.trajectories.call_filter import context_of
 from lightning_rl.trajectories.conversation import SpokenCall, spoken_calls
 from lightning_rl.trajectories.termination import ended_by
 from lightning_rl.trajectories.token_account import ConservationError
-from lightning_rl.trajectories.trace_views import why_excluded
+from lightning_rl.trajectories.trace_views import log_of, why_excluded
 from lightning_rl_adapters import conventions, credit, forest, rows
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.call_names import names_of
@@ -25,6 +25,8 @@ from lightning_rl_adapters.credit import Rewards
 from lightning_rl_adapters.forest import Forest
 from lightning_rl_adapters.media import media_of
 from lightning_rl_adapters.rows import Row
+
+_PRINTED = 400  # characters at the end of what a rollout without a call printed
 
 
 class Trajectory(msgspec.Struct, kw_only=True):
@@ -39,7 +41,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     SHA-256. Where the agent asked several policies, `of_policies` has by name what each of them learns from, and the
     rows here are only to be counted. `recorded_tokens` are those that its gateways recorded for each of its attempts,
     by attempt id; `span_tokens` are those of all its attempts that agents' spans tell of: no gateway counted them.
-    `task` is what it ran on. `spoken` has its calls as messages, by call id, where they were asked for.
+    Of one without any call, `printed` is the end of what it printed. `task` is what it ran on. `spoken` has its calls
+    as messages, by call id, where they were asked for.
     """
 
     rollout_id: str
@@ -60,6 +63,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     recorded_tokens: dict[str, int] = {}
     span_tokens: int = 0
     ended_by: str | None = None
+    printed: str = ""
     media: dict[str, bytes] = {}
     task: Any = None
     spoken: dict[str, SpokenCall] = {}
@@ -131,6 +135,7 @@ def trajectory_of(
         recorded_tokens=records.recorded_tokens,
         span_tokens=records.span_tokens,
         ended_by=records.ended_by,
+        printed=records.printed,
         media=records.media,
         task=rollout.task,
         spoken=records.spoken,
@@ -152,6 +157,7 @@ class _Records:
     recorded_tokens: dict[str, int] = field(default_factory=dict)
     span_tokens: int = 0
     ended_by: str | None = None
+    printed: str = ""
     media: dict[str, bytes] = field(default_factory=dict)
     spoken: dict[str, SpokenCall] = field(default_factory=dict)
 
@@ -191,6 +197,9 @@ def _read(trace: RolloutTrace, models: Collection[str] | None, *, spans: bool, m
             records.media = media_of(attempt.spans)
             records.forest = forest.build(calls if rollout.mode != "train" else map(_with_known_logprobs, calls))
             records.ended_by = ended_by(attempt.spans)
+            if not recorded:
+                log = log_of(attempt)
+                records.printed = "\n".join((log.stdout, log.stderr)).strip()[-_PRINTED:]
             records.spoken = spoken_calls(attempt.spans, calls) if messages else {}
             ids = {call.call_id for call in recorded}
             records.rewards, records.lost_rewards = _rewards(attempt, rollout, names, ids)

@@ -114,6 +114,7 @@ def test_rows_that_are_too_long_are_told(problems: Problems, caplog: pytest.LogC
         ({"lost_rewards": 2}, "gave rewards to calls that they did not make"),
         ({"agent_failed": True}, "ended without a reward: return a number, or call emit_reward"),
         ({"calls": 0}, "made no call to the model: the agent must use llm.base_url and llm.api_key"),
+        ({"calls": 0, "printed": "[node ended with status 1]"}, "what it printed last: [node ended with status 1])"),
         (
             {"calls": 0, "ended_by": "context"},
             "the first prompt, with the tools, has no room in the engine's context, ",
