@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import posixpath
 import sys
 import tarfile
 import uuid
@@ -76,21 +77,34 @@ async def copy(space: Workspace, source: str, key: str) -> None:
     """A folder's content, into the program's folder."""
     path = existing(source, key)
     archive = f"{space.box.home}/{uuid.uuid4().hex}.tar"
-    await space.box.write(archive, await asyncio.to_thread(_packed, path))
+    packed, leading_out = await asyncio.to_thread(_packed, path)
+    await space.box.write(archive, packed)
     words = ["sh", "-c", 'tar -xf "$0" && rm "$0"', archive]
     status = await space.box.run(
         words, environment={}, folder=space.folder, timeout_seconds=None, output=print_as_it_comes
     )
     if status != 0:
         raise CommandError(f"{key}: tar, which unpacks {path} in the sandbox, ended with status {status}")
+    if leading_out:
+        print_as_it_comes(
+            f"[{key}: links that lead out of {path}, and so nowhere here: {', '.join(leading_out[:3])}]\n"
+        )
 
 
-def _packed(folder: Path) -> bytes:
-    packed = io.BytesIO()
+def _packed(folder: Path) -> tuple[bytes, list[str]]:
+    """The folder's content, and the links in it that lead out of it by a relative path."""
+    packed, leading_out = io.BytesIO(), list[str]()
+
+    def taken(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        leads_to = posixpath.normpath(posixpath.join(posixpath.dirname(entry.name), entry.linkname))
+        if entry.issym() and leads_to.split("/")[0] == "..":
+            leading_out.append(f"{entry.name} -> {entry.linkname}")
+        return _of_nobody(entry)
+
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for entry in sorted(folder.iterdir()):
-            archive.add(entry, arcname=entry.name, filter=_of_nobody)
-    return packed.getvalue()
+            archive.add(entry, arcname=entry.name, filter=taken)
+    return packed.getvalue(), leading_out
 
 
 def _of_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -106,6 +106,17 @@ def test_files_are_there_before_the_program_and_tests_only_after_it(
     assert told.endswith("/inner\n")
 
 
+def test_links_out_of_the_folder_are_told_of(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "repo" / "src").mkdir(parents=True)
+    (tmp_path / "repo" / "main").write_text("main")
+    (tmp_path / "repo" / "src" / "inside").symlink_to("../main")
+    (tmp_path / "repo" / "src" / "node_modules").symlink_to("../../elsewhere")
+    run(lrl.CommandAgent("cat src/inside", sandbox={"files": str(tmp_path / "repo")}), {"prompt": ""})
+    told = capsys.readouterr().out
+    assert "and so nowhere here: src/node_modules -> ../../elsewhere]" in told
+    assert told.endswith("main")
+
+
 @pytest.mark.parametrize("program", ["rm -rf $PWD", "mv ../work ../gone", "rm -rf $HOME", "rm -rf ../../work ../home"])
 def test_a_program_that_removes_its_folder_or_home_is_judged(program: str, run: Run, tmp_path: Path) -> None:
     (tmp_path / "check").write_text("echo checked")
