@@ -106,32 +106,36 @@ def _linked_call(attributes: Mapping[str, Any]) -> str | None:
     return None
 
 
-def emit_message(text: str) -> None:
-    """Record a remark. Raises TypeError for what is no text."""
+def emit_message(text: str, *, attributes: Mapping[str, Any] | None = None) -> None:
+    """Record a remark, with `attributes` beside it. Raises TypeError for what is no text."""
     checked = _text(text, "emit_message: a message")
+    beside = flattened(attributes or {})
     emitted = _running()
     if emitted is not None:
-        emitted.message(checked)
+        emitted.message(checked, beside)
 
 
-def emit_object(value: Any) -> None:
-    """Record a JSON-able value. Raises TypeError for any other."""
+def emit_object(value: Any, *, attributes: Mapping[str, Any] | None = None) -> None:
+    """Record a JSON-able value, with `attributes` beside it. Raises TypeError for any other."""
     try:
         told = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"emit_object: the object cannot be written as JSON: {error}") from error
+    beside = flattened(attributes or {})
     emitted = _running()
     if emitted is not None:
-        emitted.object(told)
+        emitted.object(told, beside)
 
 
-def emit_exception(error: BaseException) -> None:
-    """Record an exception that the agent has handled. Raises TypeError for another value."""
+def emit_exception(error: BaseException, *, attributes: Mapping[str, Any] | None = None) -> None:
+    """Record an exception that the agent has handled, with `attributes` beside it. Raises TypeError for another
+    value."""
     if not isinstance(error, BaseException):
         raise TypeError(f"emit_exception: an exception is recorded, got {error!r}")
+    beside = flattened(attributes or {})
     emitted = _running()
     if emitted is not None:
-        emitted.exception(error)
+        emitted.exception(error, beside)
 
 
 @overload

@@ -75,17 +75,17 @@ class Emitted:
         ours: dict[str, AttributeValue] = {semconv.REWARD_NAME: name, semconv.REWARD_VALUE: value, **of_call}
         self._end(self._begin(semconv.REWARD_SPAN, {**(attributes or {}), **ours}))
 
-    def message(self, text: str) -> None:
-        """A remark."""
-        self._end(self._begin(semconv.MESSAGE_SPAN, {semconv.MESSAGE: text}))
+    def message(self, text: str, attributes: Mapping[str, AttributeValue] | None = None) -> None:
+        """A remark; `attributes` as of `reward`."""
+        self._end(self._begin(semconv.MESSAGE_SPAN, {**(attributes or {}), semconv.MESSAGE: text}))
 
-    def object(self, told: str) -> None:
-        """A value as JSON."""
-        self._end(self._begin(semconv.OBJECT_SPAN, {semconv.OBJECT: told}))
+    def object(self, told: str, attributes: Mapping[str, AttributeValue] | None = None) -> None:
+        """A value as JSON; `attributes` as of `reward`."""
+        self._end(self._begin(semconv.OBJECT_SPAN, {**(attributes or {}), semconv.OBJECT: told}))
 
-    def exception(self, error: BaseException) -> None:
-        """An exception."""
-        span = self._begin(semconv.EXCEPTION_SPAN, {})
+    def exception(self, error: BaseException, attributes: Mapping[str, AttributeValue] | None = None) -> None:
+        """An exception; `attributes` as of `reward`."""
+        span = self._begin(semconv.EXCEPTION_SPAN, dict(attributes or {}))
         _tell_exception(span, error)
         self._end(span)
 

@@ -181,14 +181,21 @@ def test_a_step_records_its_name_inputs_and_output_or_its_exception() -> None:
 def test_messages_objects_and_exceptions_are_spans_of_their_own() -> None:
     emitted = Emitted("r", "a")
     with emitted.collecting():
-        emit_message("hello")
-        emit_object({"a": [1, None]})
-        emit_exception(ValueError("seen"))
+        emit_message("hello", attributes={"turn": {"number": 2}})
+        emit_object({"a": [1, None]}, attributes={"turn": 3})
+        emit_exception(ValueError("seen"), attributes={"turn": 4})
         emit_reward(0.5, "style", call_id="msg_1")
     message, value, error, reward = emitted.spans
-    assert (message.name, attributes(message)) == ("lightning_rl.message", {"lightning_rl.message.text": "hello"})
-    assert (value.name, attributes(value)) == ("lightning_rl.object", {"lightning_rl.object.json": '{"a": [1, null]}'})
+    assert (message.name, attributes(message)) == (
+        "lightning_rl.message",
+        {"lightning_rl.message.text": "hello", "turn.number": 2},
+    )
+    assert (value.name, attributes(value)) == (
+        "lightning_rl.object",
+        {"lightning_rl.object.json": '{"a": [1, null]}', "turn": 3},
+    )
     assert (error.name, error.events[0].name) == ("lightning_rl.exception", "exception")
+    assert attributes(error) == {"turn": 4}
     assert (error.events[0].attributes or {})["exception.message"] == "seen"
     assert reward.name == "lightning_rl.reward"
     assert attributes(reward) == {
