@@ -5,16 +5,15 @@ or whose processes die again and again; and when the rollouts that it was asked 
 waited for.
 """
 
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from lightning_rl.cli.sigterm import ended_by_sigterm
 from lightning_rl.errors import Explained
 from lightning_rl.processes.service_keys import RUNNER_KEY, taken_from_environment
 
@@ -76,12 +75,11 @@ def run(
             f"--n {at_once} is shared by {len(store)} servers, one for each at least; --max-rollouts goes with one"
         )
     loaded = load_agent(agent)
-    signal.signal(signal.SIGTERM, _end)
     _wait_for([HttpStore(url, key, connections=1, patience_seconds=0) for url in store])
     typer.echo(f"Runs {agent} for {', '.join(store)}, at most {at_once} rollouts at once (isolation: {isolation}).")
     typer.echo(f"Logs: {log_dir.resolve()}. Ctrl-C gives back what runs, and ends.")
     try:
-        with ExitStack() as parts:
+        with ended_by_sigterm(), ExitStack() as parts:
             working = [
                 parts.enter_context(
                     runners.launch(share, loaded, url, key, log_dir=folder, isolation=isolation, most=max_rollouts)
@@ -127,7 +125,3 @@ def _answers(server: "HttpStore") -> bool:
     except StoreError as error:
         raise CannotJoin(f"{server.url} is no lightning_rl server: {error}") from error
     return True
-
-
-def _end(*_: object) -> NoReturn:
-    sys.exit(128 + signal.SIGTERM)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lightning_rl.cli.named_agent import agent_of
+from lightning_rl.cli.sigterm import ended_by_sigterm
 
 if TYPE_CHECKING:
     from lightning_rl.config.schema import TrainConfig
@@ -58,7 +59,8 @@ def run(
         given.append("trainer.resume_mode=auto")
     settings = compose(file=config, command_line=given, schema=TrainConfig)
     agent = None if settings.sft.teacher is None else agent_of(settings, None)
-    algorithm = supervised(agent, settings, run_dir, None, console=not as_json)
+    with ended_by_sigterm():
+        algorithm = supervised(agent, settings, run_dir, None, console=not as_json)
     result = {
         "run_dir": str(algorithm.run_dir),
         "steps": algorithm.step,

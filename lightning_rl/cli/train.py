@@ -9,6 +9,7 @@ import typer
 
 from lightning_rl.cli.named_agent import agent_of
 from lightning_rl.cli.sft import supervised
+from lightning_rl.cli.sigterm import ended_by_sigterm
 
 if TYPE_CHECKING:
     from lightning_rl.config.from_verl import Note
@@ -207,11 +208,12 @@ def _train(
         run_dir = (run_dir or algorithm.named_run_dir or algorithm.default_run_dir()).resolve()
     trainer = lrl.Trainer(agent, run_dir=run_dir, server=server)
     try:
-        if sft and run_dir is not None:
-            algorithm = lrl.PPO(_begun_with_sft(agent, settings, run_dir, server, as_json=as_json))
-        algorithm.console = not as_json
-        trainer.fit(algorithm)
-    except KeyboardInterrupt:
+        with ended_by_sigterm():
+            if sft and run_dir is not None:
+                algorithm = lrl.PPO(_begun_with_sft(agent, settings, run_dir, server, as_json=as_json))
+            algorithm.console = not as_json
+            trainer.fit(algorithm)
+    except (KeyboardInterrupt, SystemExit):
         folder = trainer.run_dir
         if folder is not None and any(file.exists() for file in (folder / CONFIG, folder / SFT / CONFIG)):
             at = "".join(f" --server {url}" for url in server or ())
