@@ -42,7 +42,8 @@ SHORT = {"reward": "reward.command"}  # groups that stand for a key in them, whe
 C = TypeVar("C", bound=Config)
 _log = logging.getLogger(__name__)
 _ONE_AT_A_TIME = threading.RLock()  # Hydra keeps one state for all threads, and msgspec makes its types without a lock
-_CONVERSION = re.compile(r"(?P<what>.*?)(?: - at `\$\.?(?P<place>[^`]*)`)?", re.DOTALL)
+_CONVERSION = re.compile(r"(?P<what>.*?)(?: - at (?P<names>`key` in )?`\$\.?(?P<place>[^`]*)`)?", re.DOTALL)
+_LONGEST_VALUE = 200  # characters
 
 
 class ConfigError(Explained, ValueError):
@@ -377,11 +378,21 @@ def _checked(merged: Any, schema: type[C]) -> C:
     except msgspec.ValidationError as error:
         found = _CONVERSION.fullmatch(str(error))
         assert found is not None
-        place = found["place"] or ""
-        value = OmegaConf.select(OmegaConf.create(merged), place.removesuffix("[...]")) if place else merged
-        raise ConfigError(
-            f"config key {place} is {value!r}: {found['what'].lower()}{_choices(schema, place)}"
-        ) from error
+        place, what = found["place"] or "", found["what"]
+        value = _at(merged, place) if place else merged
+        told = f"a name in {place} of {sorted(value)}" if found["names"] else f"config key {place}"
+        given = "" if found["names"] else f" is {value!r:.{_LONGEST_VALUE}}"
+        raise ConfigError(f"{told}{given}: {what[0].lower()}{what[1:]}{_choices(schema, place)}") from error
+
+
+def _at(merged: Any, place: str) -> Any:
+    """What stands at a place; where it is in each entry of a table (`[...]`), by the entries' names."""
+    table, in_each, rest = place.partition("[...].")
+    value = OmegaConf.select(OmegaConf.create(merged), table.removesuffix("[...]"))
+    if not in_each:
+        return value
+    entries = enumerate(value) if OmegaConf.is_list(value) else value.items()
+    return {name: OmegaConf.select(entry, rest) for name, entry in entries if OmegaConf.is_config(entry)}
 
 
 def _choices(schema: type[Config], place: str) -> str:

@@ -30,7 +30,7 @@ _OF_THE_RUN = (
     "algorithm.train_spans",
 )
 _OF_SAMPLING = ("temperature", "top_p", "top_k", "ignore_eos", "val_kwargs", "log_prob_micro_batch_size_per_gpu")
-_TAKEN = ("llm", "main_llm", "resources", "rollout", "housekeeping", "reward")
+_TAKEN = ("llm", "main_llm", "resources", "rollout", "housekeeping", "reward", "training_state")
 
 
 @dataclass(frozen=True, kw_only=True)

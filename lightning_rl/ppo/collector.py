@@ -203,6 +203,8 @@ class Collector:
             when=f"step {step}",
             trained=True,
         )
+        for trajectory in trajectories:
+            self.ledger.hold(trajectory)
         if (rule := self._config.algorithm.filter_groups).enable:
             self._reporter.warnings.report_missing_reward(rule.metric, trajectories)
         return trajectories

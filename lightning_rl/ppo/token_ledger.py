@@ -23,12 +23,19 @@ class TokenLedger:
         self.account = account
         self._store = store
         self._asked: set[str] = set()  # and not entered yet
+        self._ended: dict[str, Mapping[str, int]] = {}  # of these: what each attempt recorded
         self._entered: dict[str, Mapping[str, int]] = {}  # since the last check: what each attempt recorded
         self._checked: set[str] = set()  # entered before that
 
     def ask(self, rollout_ids: Iterable[str]) -> None:
         """Take note of rollouts that are asked for: their tokens are pending until they are entered."""
         self._asked.update(rollout_ids)
+
+    def hold(self, trajectory: Trajectory) -> None:
+        """Take note of a rollout that has ended, and is entered later: an attempt of it whose gateway is gone counts as
+        pending with what it recorded."""
+        if trajectory.rollout_id in self._asked:
+            self._ended[trajectory.rollout_id] = trajectory.recorded_tokens
 
     def enter(self, batch: StepBatch) -> None:
         """Enter every token of a step's rollouts as trained or excluded."""
@@ -58,6 +65,7 @@ class TokenLedger:
         counted = self._store.tokens_of(sorted([*self._asked, *self._entered]))
         wrong = self._receive(counted)
         pending = sum(self._handed_over(each) for each in counted.values() if each.rollout_id in self._asked)
+        pending += sum(_of_others(recorded, counted) for recorded in self._ended.values())
         try:
             return self.account.check(pending)
         except ConservationError as error:
@@ -67,6 +75,7 @@ class TokenLedger:
     def _settle(self, trajectory: Trajectory) -> None:
         """A rollout is entered: its tokens are no longer pending. What was entered before is not received again."""
         self._asked.discard(trajectory.rollout_id)
+        self._ended.pop(trajectory.rollout_id, None)
         if trajectory.rollout_id not in self._checked and trajectory.rollout_id not in self._entered:
             self._entered[trajectory.rollout_id] = trajectory.recorded_tokens
             self.account.receive_spans(trajectory.span_tokens)
@@ -75,10 +84,7 @@ class TokenLedger:
         """Enter what engines handed over for the rollouts that were entered since the last check; those of which the
         records say otherwise."""
         lost = 0
-        received = {
-            rollout_id: sum(tokens for attempt_id, tokens in recorded.items() if attempt_id not in counted)
-            for rollout_id, recorded in self._entered.items()
-        }
+        received = {rollout_id: _of_others(recorded, counted) for rollout_id, recorded in self._entered.items()}
         for each in counted.values():
             if each.rollout_id in received:
                 given_up = each.lost.get(self.account.model, 0)
@@ -111,6 +117,11 @@ class RunLedger:
         for ledger in self._ledgers.values():
             ledger.ask(rollout_ids)
 
+    def hold(self, trajectory: Trajectory) -> None:
+        """See `TokenLedger.hold`, of the parts of all policies."""
+        for name, ledger in self._ledgers.items():
+            ledger.hold(trajectory.of(name))
+
     def exclude(self, trajectory: Trajectory, reason: str) -> None:
         """See `TokenLedger.exclude`, of the parts of all policies."""
         for name, ledger in self._ledgers.items():
@@ -127,6 +138,11 @@ class RunLedger:
             found |= named(policy, account)
             together.update(account)
         return found | dict(together)
+
+
+def _of_others(recorded: Mapping[str, int], counted: Mapping[str, AttemptTokens]) -> int:
+    """The recorded tokens of attempts that no gateway counts any more."""
+    return sum(tokens for attempt_id, tokens in recorded.items() if attempt_id not in counted)
 
 
 def _whose_tokens(wrong: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""A Ctrl-C or SIGTERM at random moments: the command ends at once and without a traceback, and what was recorded goes on.
+"""A Ctrl-C or SIGTERM at random moments: the command ends at once, without a traceback, and what was recorded goes on.
 
 Moments are drawn over the whole life of the command, from its imports to its end; `LIGHTNING_RL_CHAOS_SEED` draws
 others, `CHAOS_INTERRUPTS` so many.

@@ -88,6 +88,16 @@ def test_an_attempt_whose_gateway_is_gone_counts_with_what_is_recorded_of_it() -
     assert books.check()["tokens/received"] == 3
 
 
+def test_of_one_that_ended_and_waits_it_is_pending() -> None:
+    books = ledger(Counted(b=4), "a", "b")
+    books.hold(sampled("a", 3))
+    books.hold(sampled("b", 4))
+    assert books.check(["a", "b"])["tokens/pending"] == 7.0
+    books.exclude(sampled("a", 3), "stale")
+    told = books.check(["b"])
+    assert (told["tokens/received"], told["tokens/pending"]) == (7.0, 4.0)
+
+
 def test_a_rollout_whose_records_lack_tokens_is_named() -> None:
     books = ledger(Counted(a=3, b=5), "a", "b")
     for name in "ab":
