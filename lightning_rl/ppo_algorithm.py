@@ -208,7 +208,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
         newest = None if end is None else checkpoint.latest(run_dir / "checkpoints")
         if end is None or newest is None or newest.name != f"step-{end.made}":
             return False
-        if end.asked != self._total_steps and end.made < self._total_steps:
+        if end.goes_on(self._total_steps, self.config.trainer.early_stopping.patience):
             return False
         self.state = RunState(self.config, run_dir)
         self.state.step, self.history = end.made, jsonl.history(run_dir / "metrics.jsonl")
@@ -302,7 +302,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
             self._train(total, val_dataset)
             if total:
                 state.export_final_model()
-            note_finished(self.run_dir, asked=total, made=self.step)
+            note_finished(self.run_dir, asked=total, made=self.step, patience=self.tuning.patience or 0)
         finally:
             reporter.close()
         if self.shows:

@@ -246,11 +246,19 @@ def timed(timing: dict[str, float], name: str) -> Iterator[None]:
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A run that has come to its end: the steps that it was to make, and those that it made (fewer where it stopped
-    early)."""
+    """A run that has come to its end: the steps that it was to make, those that it made (fewer where it stopped
+    early), and its patience (0: it would never stop early; None: an earlier release did not say)."""
 
     asked: int
     made: int
+    patience: int | None = None
+
+    def goes_on(self, steps: int, patience: int | None) -> bool:
+        """Whether it has something left to do when it is to make so many steps, with so much patience."""
+        if self.made >= steps:
+            return False
+        more_patient = bool(self.patience) and (patience is None or patience > (self.patience or 0))
+        return steps != self.asked or more_patient
 
 
 def end_of(run_dir: Path) -> Finished | None:

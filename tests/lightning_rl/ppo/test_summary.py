@@ -66,3 +66,21 @@ def test_an_end_is_one_with_its_model(tmp_path: Path) -> None:
     assert reporting.end_of(tmp_path) is None, "of another algorithm"
     files.note_unfinished(tmp_path)
     assert reporting.end_of(tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("end", "steps", "patience", "goes_on"),
+    [
+        (Finished(asked=4, made=4, patience=0), 4, None, False),
+        (Finished(asked=4, made=4, patience=0), 6, None, True),
+        (Finished(asked=4, made=2, patience=1), 4, 1, False),
+        (Finished(asked=4, made=2, patience=1), 4, 2, True),
+        (Finished(asked=4, made=2, patience=1), 4, None, True),
+        (Finished(asked=4, made=2, patience=1), 2, 2, False),
+        (Finished(asked=4, made=2), 4, 2, False),
+    ],
+)
+def test_more_steps_and_more_patience_go_on_with_a_finished_run(
+    end: Finished, steps: int, patience: int | None, goes_on: bool
+) -> None:
+    assert end.goes_on(steps, patience) == goes_on
