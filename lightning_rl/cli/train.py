@@ -21,47 +21,58 @@ _AGENT_LOOP = "actor_rollout_ref.rollout.agent.default_agent_loop"
 _AGENTS = ("agent", "actor_rollout_ref.rollout.multi_turn.langgraph.path")  # in the place of verl's own loop
 _WIDEST = 90  # characters of a key with its value, where the keys of a table stand in a column
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="agent=module:function, data.train_files=tasks.jsonl, ..."),
+]
+ConfigFile = Annotated[Path | None, typer.Option(help="A YAML file of keys; the command line wins over it.")]
+RunDir = Annotated[Path | None, typer.Option(help="Where the run is kept; by default runs/DATE.")]
+Resume = Annotated[
+    Path | None, typer.Option(help="Go on with the run in this folder: its own keys, from its last checkpoint.")
+]
+FromVerl = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="A script that starts verl's trainer, or a YAML file of verl's: say what each key becomes, and train.",
+    ),
+]
+Servers = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL",
+        help="Attach to this `lightning-rl serve`, whose admin key is LIGHTNING_RL_ADMIN_KEY's; its runners run "
+        "the agent. Several, each with a store of its own, share the rollouts. By default a server and runners "
+        "are started.",
+    ),
+]
+BeginsWithSft = Annotated[
+    bool,
+    typer.Option(
+        "--sft",
+        help="Begin with supervised training, as `lightning-rl sft` does with these keys, in the run folder's "
+        "`sft`, and go on from its model.",
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")]
+Gpus = Annotated[
+    str | None,
+    typer.Option(metavar="GIB", help="Of --dry-run: does it fit on these GPUs, as of `lightning-rl plan`?"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the plan, or the result, as JSON.")]
+
 
 def run(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="KEY=VALUE", help="agent=module:function, data.train_files=tasks.jsonl, ..."),
-    ] = None,
-    config: Annotated[Path | None, typer.Option(help="A YAML file of keys; the command line wins over it.")] = None,
-    run_dir: Annotated[Path | None, typer.Option(help="Where the run is kept; by default runs/DATE.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with the run in this folder: its own keys, from its last checkpoint.")
-    ] = None,
-    from_verl: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="A script that starts verl's trainer, or a YAML file of verl's: say what each key becomes, and train.",
-        ),
-    ] = None,
-    server: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="URL",
-            help="Attach to this `lightning-rl serve`, whose admin key is LIGHTNING_RL_ADMIN_KEY's; its runners run "
-            "the agent. Several, each with a store of its own, share the rollouts. By default a server and runners "
-            "are started.",
-        ),
-    ] = None,
-    sft: Annotated[
-        bool,
-        typer.Option(
-            "--sft",
-            help="Begin with supervised training, as `lightning-rl sft` does with these keys, in the run folder's "
-            "`sft`, and go on from its model.",
-        ),
-    ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be done, and do nothing.")] = False,
-    gpus: Annotated[
-        str | None,
-        typer.Option(metavar="GIB", help="Of --dry-run: does it fit on these GPUs, as of `lightning-rl plan`?"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the plan, or the result, as JSON.")] = False,
+    overrides: Overrides = None,
+    config: ConfigFile = None,
+    run_dir: RunDir = None,
+    resume: Resume = None,
+    from_verl: FromVerl = None,
+    server: Servers = None,
+    sft: BeginsWithSft = False,
+    dry_run: DryRun = False,
+    gpus: Gpus = None,
+    as_json: AsJson = False,
 ) -> None:
     """Train an agent on tasks from files.
 
