@@ -126,14 +126,9 @@ class PolicyLearner:
         """Make what is trained, for a run of so many steps; what sends its weights."""
         weights = WeightSync(self.config, store, self.models)
         weights.sleep()  # the trainer is made in the engine's room
-        updates, warm_up = self.policy.updates(steps), self.config.trainer.critic_warmup
-        if warm_up and 0 < updates <= warm_up:
-            _log.warning(
-                "trainer.critic_warmup=%d holds %s back in all of its %d updates: it learns nothing in this run",
-                warm_up,
-                f"policy {self.name}" if self.name else "the policy",
-                updates,
-            )
+        if why := learns_nothing(self.policy, steps):
+            _log.warning("%s", why)
+        updates = self.policy.updates(steps)
         self.models.train(max(1, updates) if steps else 0)
         weights.watch_outages()
         return weights
@@ -346,6 +341,23 @@ class PolicyLearner:
         self.models.load_state_dict(saved["models"])
         self.state.load_state_dict(saved)
         weights.restore(self.state.policy_version)
+
+
+def learns_nothing(policy: RunPolicy, steps: int) -> str | None:
+    """Why a policy that is to learn learns nothing in a run of so many steps; None where it learns."""
+    updates, warm_up = policy.updates(steps), policy.config.trainer.critic_warmup
+    if steps and policy.train_every and not updates:
+        return (
+            f"policies.{policy.name}.train_from={policy.train_from} holds policy {policy.name} back in all of the "
+            f"run's {steps} steps: it learns nothing in this run"
+        )
+    if warm_up and 0 < updates <= warm_up:
+        who = f"policy {policy.name}" if policy.name else "the policy"
+        return (
+            f"trainer.critic_warmup={warm_up} holds {who} back in all of its {updates} updates: it learns nothing in "
+            "this run"
+        )
+    return None
 
 
 def _not_trained(trajectory: Trajectory, reason: str, *, left_out: str | None = None) -> RolloutRecord:

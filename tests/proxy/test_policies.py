@@ -12,7 +12,7 @@ from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 from tests.proxy.conftest import MODEL, MemoryLedger, ScriptedEngine, Served
 
 POLICIES = (
-    AttemptPolicy(name="planner", model=MODEL, agents="planner|plan_.*", sampling={"temperature": 0.9}),
+    AttemptPolicy(name="planner", model=MODEL, agents="planner|plan_.*|exec.*", sampling={"temperature": 0.9}),
     AttemptPolicy(name="executor", model="executor-run7", agents="executor", sampling={"temperature": 0.4}),
 )
 
@@ -64,6 +64,7 @@ def say(served: Served, model: str, agent: str | None = None, attempt_id: str = 
         pytest.param("gpt-4o", "executor", "executor-run7", id="the tag, whatever the name"),
         pytest.param("planner", "executor", "executor-run7", id="the tag against the name"),
         pytest.param("gpt-4o", "plan_writer", MODEL, id="a tag that matches"),
+        pytest.param("gpt-4o", "executive", MODEL, id="a tag that is like another's name"),
         pytest.param("executor", "somebody", "executor-run7", id="the name, where the tag says nothing"),
         pytest.param("executor", None, "executor-run7", id="the name that the run has for it"),
         pytest.param("executor-run7", None, "executor-run7", id="the name that the engine has"),

@@ -50,10 +50,12 @@ class AttemptInfo(msgspec.Struct, frozen=True, kw_only=True):
         return next((one for one in self.policies if requested in (one.name, one.model)), None)
 
     def policy_of_agent(self, tag: str | None) -> AttemptPolicy | None:
-        """The one of several policies that the agent of this tag is answered by; None where the tag says nothing."""
+        """The one of several policies that the agent of this tag is answered by: the one of that name, else the first
+        whose `agents` match it; None where the tag says nothing."""
         if tag is None:
             return None
-        return next((one for one in self.policies if re.fullmatch(one.agents, tag)), None)
+        own = (one for one in self.policies if one.name == tag)
+        return next(own, None) or next((one for one in self.policies if re.fullmatch(one.agents, tag)), None)
 
     def sampling_of(self, model: str) -> tuple[Mapping[str, float | int], Mapping[str, Any]]:
         """`sampling` and `sampling_defaults` of calls that this model answers."""

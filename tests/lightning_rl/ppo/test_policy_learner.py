@@ -18,7 +18,7 @@ from lightning_rl.config.policies import policies_of
 from lightning_rl.inference.embedded import EmbeddedPolicy
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.estimators import kl_controller_of
-from lightning_rl.ppo.policy_learner import PolicyLearner
+from lightning_rl.ppo.policy_learner import PolicyLearner, learns_nothing
 from lightning_rl.ppo.run_state import PolicyState
 from lightning_rl.training.learner import Planner
 from tests.lightning_rl.ppo.test_ppo import CHECKPOINT
@@ -68,6 +68,24 @@ def test_a_critic_warms_up_in_the_first_steps_in_which_its_policy_learns(
     )
     learner.run = SimpleNamespace(step=step)  # type: ignore[assignment]
     assert learner._critic_warms_up is warms_up
+
+
+@pytest.mark.parametrize(
+    ("train_from", "steps", "warm_up", "why"),
+    [
+        (1, 3, 0, None),
+        (4, 3, 0, "policies.a.train_from=4 holds policy a back in all of the run's 3 steps: it learns nothing"),
+        (2, 3, 2, "trainer.critic_warmup=2 holds policy a back in all of its 2 updates: it learns nothing"),
+        (4, 0, 0, None),
+    ],
+)
+def test_a_policy_that_learns_nothing_in_a_run_is_told_of(
+    train_from: int, steps: int, warm_up: int, why: str | None
+) -> None:
+    config = compose(command_line=[f"trainer.critic_warmup={warm_up}", "algorithm.adv_estimator=gae"])
+    [of_run] = policies_of(config)
+    told = learns_nothing(replace(of_run, name="a", train_from=train_from), steps)
+    assert told == (None if why is None else f"{why} in this run")
 
 
 def swap_two_tokens(folder: Path) -> None:
