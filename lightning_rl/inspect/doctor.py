@@ -40,7 +40,7 @@ ENTROPY_LEFT = 0.1  # of that at the beginning: samples of a group are then near
 HARMLESS = frozenset({ForkCause.NEW_CONVERSATION, ForkCause.TRUNCATED_BY_CLIENT})
 # Tokens that were left out on purpose, or that another finding names.
 _EXPECTED = frozenset(
-    {"validation", "tuning", "not_selected", "housekeeping", "frozen", "zero_variance", "group_of_one"}
+    {"validation", "tuning", "not_selected", "housekeeping", "frozen", "zero_variance", "group_of_one", "untaught"}
 )
 
 _DRIFT = {

@@ -85,7 +85,7 @@ class RolloutPart:
     distance from the reference) in the first, and in the second unless single tokens bear it (`of_tokens`). `left_out`
     is why it is left out whole (None: it is not). Of its calls there are credits and estimates, under an estimator of
     tokens the advantage of each token, and its return where a critic is to learn it. `excluded` counts its tokens that
-    are not trained, by reason; `rejected` are the calls that a correction left nothing of.
+    are not trained, by reason; `calls_left_out` has the reason of calls that were read, and of which nothing is left.
     """
 
     trajectory: Trajectory
@@ -101,11 +101,28 @@ class RolloutPart:
     returns: dict[str, Floats] = field(default_factory=dict)
     sequences: list[TrainingSequence] = field(default_factory=list)
     excluded: Counter[str] = field(default_factory=Counter)
-    rejected: set[str] = field(default_factory=set)
+    calls_left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def trained(self) -> int:
         return sum(len(sequence.trained) for sequence in self.sequences)
+
+    def keep(self, kept: Sequence[NDArray[np.bool_]], reason: str) -> None:
+        """Train only the tokens of its sequences that are `kept`; the others are excluded by the reason, as are calls
+        and a rollout of which nothing is left."""
+        before = self._trained_calls
+        for sequence, which in zip(self.sequences, kept, strict=True):
+            self.excluded[reason] += int((~which).sum())
+            sequence.keep(which)
+        self.sequences = [sequence for sequence in self.sequences if len(sequence.trained)]
+        self.excluded = +self.excluded
+        self.calls_left_out |= dict.fromkeys(before - self._trained_calls, reason)
+        if before and not self.sequences:
+            self.left_out = reason
+
+    @property
+    def _trained_calls(self) -> set[str]:
+        return {call_id for sequence in self.sequences for call_id, _, _ in sequence.trained_by_call()}
 
     def of_calls(self, numbers: Sequence[NDArray[Any]]) -> dict[str, tuple[NDArray[np.int64], Floats]]:
         """Numbers [K] of each sequence's trained tokens by call id, with their places in the call's answer."""
@@ -489,8 +506,8 @@ def _record(part: RolloutPart, mini_batch: int | None, weight: float) -> Rollout
                 entropies=b"" if sequence.entropies is None else _packed_entropies(sequence.entropies, where),
             )
         else:
-            rejected = "rejected" if call_id in part.rejected else None
-            reason = why.get(call_id) or rejected or part.left_out or _why_nothing_is_left(node.call)
+            known = why.get(call_id) or part.calls_left_out.get(call_id)
+            reason = known or part.left_out or _why_nothing_is_left(node.call)
             calls[call_id] = replace(found, left_out=reason)
     return RolloutRecord(
         rollout_id=trajectory.rollout_id,

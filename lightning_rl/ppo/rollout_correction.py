@@ -14,7 +14,7 @@ from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import RolloutCorrection
 from lightning_rl.errors import Explained
 from lightning_rl.inference.weights.check import Tolerance, largest_and_mean
-from lightning_rl.ppo.batch import RolloutPart, StepBatch
+from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.rl import correction
 from lightning_rl.rl.correction import CorrectionRules
 from lightning_rl.training.batch import TrainingSequence
@@ -178,25 +178,8 @@ def correct(batch: StepBatch, rules: CorrectionRules) -> dict[str, float]:
             by_sequence = dict(zip(map(id, compared), weights, strict=True)) if compared else {}
             batch.put(weights=[by_sequence.get(id(sequence)) for sequence in batch.sequences])
         for part in batch.parts:
-            _reject(part, keep)
+            part.keep([keep[id(sequence)] for sequence in part.sequences], "rejected")
     return found.metrics
-
-
-def _reject(part: RolloutPart, keep: dict[int, NDArray[np.bool_]]) -> None:
-    """Take the tokens that are not kept out of a rollout's sequences, and sequences without any out of the rollout."""
-    before = _trained_calls(part)
-    for sequence in part.sequences:
-        part.excluded["rejected"] += int((~keep[id(sequence)]).sum())
-        sequence.keep(keep[id(sequence)])
-    part.sequences = [sequence for sequence in part.sequences if len(sequence.trained)]
-    part.excluded = +part.excluded
-    part.rejected = before - _trained_calls(part)
-    if before and not part.sequences:
-        part.left_out = "rejected"
-
-
-def _trained_calls(part: RolloutPart) -> set[str]:
-    return {call_id for sequence in part.sequences for call_id, _, _ in sequence.trained_by_call()}
 
 
 def _old(sequence: TrainingSequence) -> NDArray[np.float32]:

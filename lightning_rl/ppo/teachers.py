@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from lightning_rl.config import ConfigError
@@ -68,9 +70,9 @@ def teach(
 ) -> Counter[str]:
     """Give the batch what its calls' teachers say; how many calls are not taught, by reason (`privileged`).
 
-    With `privileged` the teachers are asked about rows that tell them more. Rollouts of which an absent teacher said
-    nothing are left out as `teacher_away`, where it alone trains. Raises ConfigError where not one of its calls has a
-    teacher.
+    With `privileged` the teachers are asked about rows that tell them more. Where teachers alone train, tokens of which
+    none said anything are excluded: as `teacher_away`, or where their call has none as `untaught`. Raises ConfigError
+    where not one of its calls has a teacher.
     """
     named, key = config.distillation.teachers(), config.distillation.teacher_key
     teacher_of, skipped = _teacher_of(batch, config), _skipped(teachers)
@@ -81,18 +83,20 @@ def teach(
     ask_teachers(asked, teachers, teacher_of, top)
     if privileged is not None:
         put_taught(batch.sequences, [(each.student, each.where, each.row) for each in rows], top)
-    if _skipped(teachers) > skipped:
-        if config.distillation.without_rewards:
-            _leave_out_untaught(batch, teacher_of)
-        return untaught
-    taught = (s.teacher_log_probs for s in asked if s.teacher_log_probs is not None)
-    if asked and all(len(each) == 0 or (each != each).all() for each in taught):
+    away = _skipped(teachers) > skipped
+    taught = [s.teacher_log_probs for s in asked if s.teacher_log_probs is not None]
+    if asked and not away and all(np.isnan(each).all() for each in taught):
         seen = sorted({_key_of(part, key) or "missing" for part in batch.parts})
         raise ConfigError(
             f"no call of the step has a teacher: the tasks' {key} (distillation.teacher_key) is "
             f"{', '.join(seen[:_SHOWN])}, and the teachers are for "
             + ", ".join(f"{name}: key={each.key}, agents={each.agents}" for name, each in named.items())
         )
+    if config.distillation.without_rewards:
+        for part in batch.parts:
+            if away:
+                part.keep([_taught(each, teacher_of) for each in part.sequences], "teacher_away")
+            part.keep([_taught(each) for each in part.sequences], "untaught")
     return untaught
 
 
@@ -113,15 +117,14 @@ def _skipped(teachers: Mapping[str, Teacher]) -> int:
     return sum(teacher.skipped for teacher in teachers.values() if isinstance(teacher, ServedTeacher))
 
 
-def _leave_out_untaught(batch: StepBatch, teacher_of: TeacherOf) -> None:
-    """Leave out the rollouts that have a teacher, and of which none has said anything."""
-    for part in batch.parts:
-        has_one = any(teacher_of(s, call_id) for s in part.sequences for call_id, _, _ in s.trained_by_call())
-        said = [s.teacher_log_probs for s in part.sequences if s.teacher_log_probs is not None]
-        if has_one and not any((each == each).any() for each in said):
-            part.left_out = "teacher_away"
-            part.excluded[part.left_out] += part.trained
-            part.sequences = []
+def _taught(sequence: TrainingSequence, teacher_of: TeacherOf | None = None) -> NDArray[np.bool_]:
+    """Of which trained tokens [K] a teacher has said anything; with `teacher_of` true of those of calls without one."""
+    assert sequence.teacher_log_probs is not None
+    found = ~np.isnan(sequence.teacher_log_probs)
+    for call_id, where, _ in sequence.trained_by_call():
+        if teacher_of is not None and teacher_of(sequence, call_id) is None:
+            found[where] = True
+    return found
 
 
 def _teaches(teacher: TeacherModel, part: RolloutPart, agent: str | None, key: str) -> bool:

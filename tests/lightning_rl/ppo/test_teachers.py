@@ -164,6 +164,18 @@ def test_rollouts_without_their_teacher_train_by_rewards_or_are_left_out_by_name
     assert batch.parts[1].excluded["teacher_away"] == (0 if rewards else trained[1])
 
 
+def test_calls_without_a_teacher_are_left_out_by_name_where_it_alone_trains() -> None:
+    of_coder = {"big": {"model_path": "a", "agents": "coder"}}
+    config = settings(of_coder, distillation_loss={"use_task_rewards": False})
+    batch = read([rolled_out("r0", "planner", {}), rolled_out("r1", "coder", {})], BatchRules())
+    sampled = [part.trained for part in batch.parts]
+    teach(batch, {"big": Says(-1.0)}, config)
+    planner, coder = batch.parts
+    assert (planner.left_out, planner.trained, planner.excluded["untaught"]) == ("untaught", 0, sampled[0])
+    assert set(planner.calls_left_out.values()) == {"untaught"}
+    assert (coder.left_out, coder.trained, +coder.excluded) == (None, sampled[1], {})
+
+
 @pytest.mark.e2e
 def test_a_run_is_drawn_to_its_teacher(tmp_path: Path) -> None:
     """The teacher is the policy with its last layer changed; no reward counts."""
