@@ -16,6 +16,7 @@ from lightning_rl_proxy.address import Address
 _PREFIX = "lrl-attempt"
 # Ids may hold every other URL-safe character, so the fields are parted by one that they cannot hold.
 _SEPARATOR = ":"
+_EPOCH = time.time() - time.monotonic()  # as the store, which dates keys, counts: a clock that is set ends no key
 _REMEMBERED = 8192  # signatures: of about as many attempts as are open at once
 
 
@@ -51,7 +52,7 @@ def verify_attempt_key(secret: bytes, key: str, *, now: float | None = None) -> 
     if not hmac.compare_digest(signature.encode(), expected.encode()):
         raise KeyRefused("this API key is not one of this gateway's attempt keys")
     _, rollout_id, attempt_id, expires_at = payload.split(_SEPARATOR)
-    if (time.time() if now is None else now) > int(expires_at):
+    if (_EPOCH + time.monotonic() if now is None else now) > int(expires_at):
         raise KeyRefused(f"the key of attempt {attempt_id} has expired")
     return Address(rollout_id, attempt_id)
 

@@ -2,6 +2,7 @@
 
 import base64
 import hmac
+import time
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,12 @@ def test_a_key_names_its_attempt(rollout_id: str, attempt_id: str) -> None:
         verify_attempt_key(b"secret", key, now=101)
     with pytest.raises(KeyRefused):
         verify_attempt_key(b"another", key, now=0)
+
+
+def test_a_clock_that_is_set_ends_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = sign_attempt_key(b"secret", "r", "a", int(time.time()) + 60)
+    monkeypatch.setattr(time, "time", lambda: 1e12)
+    assert verify_attempt_key(b"secret", key) == Address("r", "a")
 
 
 @given(ids, ids, st.data())
