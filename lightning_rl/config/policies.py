@@ -119,7 +119,8 @@ def named(name: str, metrics: dict[str, float]) -> dict[str, float]:
 def _policy(name: str, section: PolicySection, common: Config) -> RunPolicy:
     if name in _TAKEN or name in common.gateway.frozen_models():
         raise ConfigError(f"policies.{name}: something else has this name; give the policy another one")
-    agents = re.escape(name) if section.agents is None else f"{re.escape(name)}|{section.agents}"
+    # The own name stands last: flags such as (?i) must stand first.
+    agents = re.escape(name) if section.agents is None else f"{section.agents}|{re.escape(name)}"
     try:
         re.compile(agents)
     except re.error as error:

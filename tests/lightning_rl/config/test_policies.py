@@ -1,5 +1,6 @@
 """The policies that a config means: what each has of its own, what is the run's, and when each learns."""
 
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,8 +40,13 @@ def test_each_has_the_runs_keys_with_its_own_over_them() -> None:
     assert [one.config.algorithm.adv_estimator for one in (first, second)] == ["grpo", "rloo"]
     assert {one.config.actor_rollout_ref.rollout.n for one in (first, second)} == {3}
     assert {one.config.actor_rollout_ref.actor.optim.lr for one in (first, second)} == {1e-5}
-    assert (first.agents, second.agents) == ("planner|plan_.*", "executor")
+    assert (first.agents, second.agents) == ("plan_.*|planner", "executor")
     assert (first.reward, second.reward) == ("planner", "speed")
+
+
+def test_agents_may_begin_with_flags() -> None:
+    first, _ = policies_of(compose(given({"planner": {"agents": "(?i)PLAN_.*"}, "executor": {}})))
+    assert [bool(re.fullmatch(first.agents, tag)) for tag in ("plan_it", "planner", "executor")] == [True, True, False]
 
 
 def test_the_argument_is_the_key() -> None:
