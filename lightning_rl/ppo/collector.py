@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
+from statistics import fmean
 from typing import Any, Literal
 
 import msgspec
@@ -458,9 +459,20 @@ def _reader(
     whole = reader(config, [one.state.account.model for one in learners], rules.select)
 
     def read(trace: RolloutTrace) -> Trajectory:
-        return msgspec.structs.replace(whole(trace), of_policies={name: each(trace) for name, each in own.items()})
+        return together(whole(trace), {name: each(trace) for name, each in own.items()})
 
     return read
+
+
+def together(whole: Trajectory, of_policies: Mapping[str, Trajectory]) -> Trajectory:
+    """A rollout of several policies. Where its agent gave policies rewards of their own and none to the whole, their
+    mean is that of the whole."""
+    given = [one.reward for one in of_policies.values() if not one.agent_failed and one.reward is not None]
+    if whole.agent_failed and whole.error is None and given:
+        reward = fmean(given)
+        rewards = msgspec.structs.replace(whole.rewards, final=reward)
+        whole = msgspec.structs.replace(whole, agent_failed=False, reward=reward, rewards=rewards)
+    return msgspec.structs.replace(whole, of_policies=dict(of_policies))
 
 
 def _published(store: RunStore, name: str, resources: dict[str, dict[str, Any]]) -> str:

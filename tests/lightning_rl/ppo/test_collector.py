@@ -7,9 +7,10 @@ from msgspec.structs import replace
 
 from lightning_rl.config import compose
 from lightning_rl.config.schema import FilterGroups
-from lightning_rl.ppo.collector import Collected, shuffled_batches, why_not, with_variance
+from lightning_rl.ppo.collector import Collected, shuffled_batches, together, why_not, with_variance
 from lightning_rl.ppo.off_policy.schedules import Async
 from lightning_rl.ppo.reporting import rollout_metrics
+from lightning_rl.store.contract import ErrorInfo
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters.call import VersionRange
 from tests.adapters.forests import make_call
@@ -38,6 +39,20 @@ def test_a_group_is_stale_where_it_is_to_one_of_several_policies() -> None:
     group = [replace(new, of_policies={"p": new, "q": old})]
     found = [why_not(FilterGroups(), Async(1, 2), group, {"p": 6, "q": now}) for now in (5, 6)]
     assert found == [None, "stale"]
+
+
+def test_rewards_of_policies_alone_are_no_failure_of_the_rollout() -> None:
+    whole = replace(rollout("r"), agent_failed=True, reward=0.0)
+    white, black = (replace(rollout("r"), reward=reward) for reward in (1.0, -0.5))
+    failed = replace(rollout("r"), agent_failed=True, reward=0.0)
+    found = together(whole, {"white": white, "black": black, "referee": failed})
+    assert (found.agent_failed, found.reward, found.rewards.final) == (False, 0.25, 0.25)
+    assert found.of("black").reward == -0.5
+    assert together(whole, {"white": failed, "black": failed}).agent_failed
+    raised = replace(whole, error=ErrorInfo(type="ValueError", message="a bug"))
+    assert together(raised, {"white": white, "black": black}).agent_failed
+    rewarded = replace(whole, agent_failed=False, reward=0.5)
+    assert together(rewarded, {"white": white, "black": black}).reward == 0.5
 
 
 def test_a_greedy_rollout_makes_no_group_stale() -> None:
