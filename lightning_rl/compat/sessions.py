@@ -253,8 +253,10 @@ class AgentFramework:
             return await returned if inspect.isawaitable(returned) else returned
 
     async def _finalize(self, session: Session, made: Outcome) -> None:
-        await self._asked(self._finish, session.claim, made)
-        self._leases.release(session.claim)
+        try:
+            await self._asked(self._finish, session.claim, made)
+        finally:  # of one that cannot be finished the lease runs out
+            self._leases.release(session.claim)
 
     def _finish(self, claim: Claim, made: Outcome) -> None:
         """Make the outcome durable. One that was lost meanwhile is over already."""

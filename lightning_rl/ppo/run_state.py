@@ -181,6 +181,7 @@ class RunState:
         self.step = 0
         self.updates = 0
         self.batches_taken = 0
+        self._tasks: int | None = None
         self.in_flight: dict[str, Any] | None = None
         self.run_id = ""
         self.began_ns = 0
@@ -218,6 +219,7 @@ class RunState:
         self.step = saved["step"]
         self.updates = saved["updates"] if "updates" in saved else saved["policy_version"]  # of earlier releases
         self.batches_taken = saved["batches_taken"]
+        self._tasks = saved.get("tasks")
         self.in_flight = saved.get("in_flight")
         if synchronous and self.in_flight is not None and self.in_flight["groups"]:
             raise ConfigError(
@@ -233,6 +235,17 @@ class RunState:
         """Note the run's id, and when this session of it began, by the server's clock."""
         self.run_id = run_id
         self.began_ns = began_ns  # calls before it are of earlier sessions
+
+    def note_tasks(self, tasks: int) -> None:
+        """Note how many tasks the training set has, and warn where it had others when the run was saved."""
+        if self._tasks not in (None, tasks):
+            _log.warning(
+                "the training set has %d tasks (it had %d), so they are in another order: of the epoch in which this "
+                "run goes on some are trained twice, and some not at all",
+                tasks,
+                self._tasks,
+            )
+        self._tasks = tasks
 
     def save(
         self,
@@ -251,6 +264,7 @@ class RunState:
             "step": self.step,
             "updates": self.updates,
             "batches_taken": self.batches_taken,
+            "tasks": self._tasks,
             "in_flight": in_flight,
             "tuning": self.tuning.state_dict(),
             "rng": checkpoint.rng_state(),

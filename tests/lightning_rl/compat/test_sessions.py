@@ -18,6 +18,7 @@ from lightning_rl.compat.session_sampling import SessionSamplingError
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.loops import AgentFramework, SingleTurnAgent
 from lightning_rl.store.client import HttpStore
+from lightning_rl.store.errors import Unreachable
 from lightning_rl_adapters import semconv
 from tests.lightning_rl.control_plane.test_full_disk import Engine
 from tests.lightning_rl.control_plane.test_process import policy_of
@@ -99,6 +100,23 @@ def test_a_session_that_fails_loses_nothing_else_and_says_shortly_why(server: Se
     assert server.received([ended.session_id for ended in strict.sessions]) == sum(strict.tokens.values())
     statuses = {server.store.rollout(ended.session_id).status for ended in strict.sessions}
     assert statuses == {"succeeded", "failed"}
+
+
+def test_a_session_that_cannot_be_finished_holds_its_lease_no_longer(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def held_after_failing() -> int:
+        async with server.framework(scores) as framework:
+            monkeypatch.setattr(framework._store, "finish", unreachable)
+            await framework.generate_sequences([1], 1)
+            return len(framework._leases._held)
+
+    def unreachable(*place: Any) -> None:
+        raise Unreachable("the server is away")
+
+    assert asyncio.run(held_after_failing()) == 0
+    for left in server.store.rollouts(status="running"):
+        server.store.cancel(left.rollout_id)
 
 
 def test_as_many_are_open_as_may_be(server: Server) -> None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_rl.ppo.run_state import PolicyState, TuningRecord, begin_from
+from lightning_rl.config import compose
+from lightning_rl.ppo.run_state import PolicyState, RunState, TuningRecord, begin_from
 from lightning_rl.rl.kl import AdaptiveKL, FixedKL
 from lightning_rl.training import checkpoint
 
@@ -32,6 +33,18 @@ def test_an_adapted_coefficient_goes_on_and_a_fixed_one_is_that_of_now(
     state = PolicyState(now, "policy")
     state.load_state_dict(PolicyState(before, "policy").state_dict())
     assert state.kl_coef == after
+
+
+def test_a_training_set_of_another_length_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    began = RunState(compose(), tmp_path)
+    began.note_tasks(6)
+    saved = began.save(lambda folder: None, {"": PolicyState(None, "policy").state_dict()}, None)
+    for tasks in (6, 9):
+        goes_on = RunState(compose(), tmp_path, saved)
+        goes_on.restore({"": lambda state: None}, synchronous=True)
+        goes_on.note_tasks(tasks)
+    [told] = caplog.messages
+    assert told.startswith("the training set has 9 tasks (it had 6), so they are in another order")
 
 
 @pytest.mark.parametrize("names", [[""], ["p", "q"]])
