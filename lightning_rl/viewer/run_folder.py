@@ -95,9 +95,10 @@ def series(rows: list[dict[str, float]], names: list[str]) -> dict[str, Any]:
     found: dict[str, dict[str, list[float]]] = {name: {"step": [], "seconds": [], "value": []} for name in names}
     seconds, began = 0.0, None
     for row in rows:
-        seconds += sum(row.get(name, 0.0) for name in _TIMES)
+        before, seconds = seconds, seconds + sum(row.get(name, 0.0) for name in _TIMES)
         if "time" in row:
-            began = row["time"] - seconds if began is None else began
+            if began is None or row["time"] - began < before:  # the first row, or a clock that was set back
+                began = row["time"] - seconds
             seconds = row["time"] - began
         for name, points in found.items():
             if name in row and math.isfinite(row[name]):

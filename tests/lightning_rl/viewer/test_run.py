@@ -170,6 +170,8 @@ def test_curves_go_by_step_and_by_time(tmp_path: Path) -> None:
     clocked = [rows[0] | {"time": 1000.0}, rows[1] | {"time": 1007.0}]  # 4 s of these in no step
     assert run_folder.series(clocked, ["r"])["r"]["seconds"] == [2.0, 9.0]
     assert run_folder.series([rows[0], clocked[1]], ["r"])["r"]["seconds"] == [2.0, 5.0], "the clock came later"
+    set_back = [clocked[0], clocked[1] | {"time": clocked[0]["time"] - 3600.0}]
+    assert run_folder.series(set_back, ["r"])["r"]["seconds"] == [2.0, 5.0]
 
 
 def test_no_key_is_told(tmp_path: Path) -> None:
