@@ -4,6 +4,7 @@ Invariant: what concerns whole rollouts (how many, of which tasks, how chats are
 all of its policies; each has its own models, optimizer, loss, credit, versions and checkpoint.
 """
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from operator import attrgetter
@@ -81,7 +82,19 @@ def policies_of(config: Config) -> list[RunPolicy]:
     for policy in found:
         if policy.checkpoints_of is not None:
             _check_copied(policy, by_name.get(policy.checkpoints_of), found)
-    return found
+    return _warmed_up(found)
+
+
+def _warmed_up(policies: list[RunPolicy]) -> list[RunPolicy]:
+    """The policies, where some have a critic: those without one wait for none (`trainer.critic_warmup`)."""
+    with_critic = [policy.config.algorithm.adv_estimator == "gae" for policy in policies]
+    if not any(with_critic):
+        return policies
+    at_once = {"trainer": {"critic_warmup": 0}}
+    return [
+        policy if has_one else dataclasses.replace(policy, config=derived(policy.config, at_once))
+        for policy, has_one in zip(policies, with_critic, strict=True)
+    ]
 
 
 def base_of_adapter(config: Config) -> tuple[Any, ...] | None:

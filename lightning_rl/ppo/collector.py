@@ -40,6 +40,7 @@ from lightning_rl.trajectories.trajectory import Trajectory, informative
 Tasks = Sequence[tuple[int, Any]]  # (index in the dataset, task)
 
 _WAIT_SECONDS = 2.0  # between two looks at the processes of a run
+_METRIC = "algorithm.filter_groups.metric"
 _GREEDY = "greedy-"  # prefix of the groups of greedy rollouts
 _log = logging.getLogger(__name__)
 
@@ -208,7 +209,7 @@ class Collector:
         for trajectory in trajectories:
             self.ledger.hold(trajectory)
         if (rule := self._config.algorithm.filter_groups).enable:
-            self._reporter.warnings.report_missing_reward(rule.metric, trajectories)
+            self._reporter.warnings.report_missing_reward(_METRIC, rule.metric, trajectories)
         return trajectories
 
     def cancel(self, rollout_ids: Sequence[str]) -> None:
@@ -255,6 +256,10 @@ class Collector:
             graded = grader.graded(traces(lambda trace: trace), self._algorithm.store, self._models)
             trajectories = [read(trace) for trace in graded]
         self._reporter.warnings.report(when, trajectories)
+        for policy in (learner.policy for learner in self._learners):
+            if policy.reward is not None and policy.reward != policy.name:
+                key = f"policies.{policy.name}.reward"
+                self._reporter.warnings.report_missing_reward(key, policy.reward, trajectories)
         return trajectories
 
     def _of_this_step(self) -> Collected:
@@ -270,7 +275,7 @@ class Collector:
             for number in range(rule.max_num_gen_batches)
         )
         rolled_out, trained, reasons = with_variance(batches, self._config.data.train_batch_size, rule.metric)
-        self._reporter.warnings.report_missing_reward(rule.metric, rolled_out)
+        self._reporter.warnings.report_missing_reward(_METRIC, rule.metric, rolled_out)
         left_out = {t.rollout_id: reasons[t.group_id] for t in rolled_out if t.group_id in reasons}
         for trajectory in rolled_out:
             if trajectory.rollout_id in left_out:

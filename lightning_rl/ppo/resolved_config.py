@@ -156,7 +156,7 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
             "actor_rollout_ref.rollout.n=1 a group has one rollout: set n to 2 or more, or leave filter_groups out"
         )
     critic_learns = needs_critic(config, estimator)
-    if trainer.critic_warmup and not critic_learns:
+    if trainer.critic_warmup and not critic_learns and not config.policies:  # of several, each is asked
         raise ConfigError("trainer.critic_warmup has no critic to warm up: set algorithm.adv_estimator=gae, or 0")
     if trainer.early_stopping.patience is not None and trainer.test_freq < 1:
         raise ConfigError("trainer.early_stopping.patience counts measurements: set trainer.test_freq to make some")

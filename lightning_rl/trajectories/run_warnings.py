@@ -53,16 +53,17 @@ class Problems:
                 self._told.add(kind)
                 _log.warning("%s: %d of %d rollouts %s", when, count, len(trajectories), text)
 
-    def report_missing_reward(self, metric: str, trajectories: Sequence[Trajectory]) -> None:
-        """Warn where groups are filtered by a reward that none of the rollouts has whose agents did not fail."""
+    def report_missing_reward(self, key: str, name: str, trajectories: Sequence[Trajectory]) -> None:
+        """Warn where a key names a reward that none of the rollouts has whose agents did not fail."""
         given = [trajectory for trajectory in trajectories if not trajectory.agent_failed]
-        there = {name for trajectory in given for name in trajectory.rewards.named}
-        if metric == FINAL or metric in there or metric in self._told or not given:
+        there = {named for trajectory in given for named in trajectory.rewards.named}
+        if name == FINAL or name in there or key in self._told or not given:
             return
-        self._told.add(metric)
+        self._told.add(key)
         _log.warning(
-            "algorithm.filter_groups.metric=%s: none of %d rollouts has a reward of that name; there are %s",
-            metric,
+            "%s=%s: none of %d rollouts has a reward of that name; there are %s",
+            key,
+            name,
             len(given),
             ", ".join(sorted(there | {FINAL})),
         )

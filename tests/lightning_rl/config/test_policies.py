@@ -44,6 +44,14 @@ def test_each_has_the_runs_keys_with_its_own_over_them() -> None:
     assert (first.reward, second.reward) == ("planner", "speed")
 
 
+def test_a_policy_without_a_critic_waits_for_none() -> None:
+    of_planner = {"planner": {"algorithm": {"adv_estimator": "gae"}}, "executor": {}}
+    algorithm = lrl.PPO(given(of_planner, trainer={"critic_warmup": 3}))
+    assert [policy.config.trainer.critic_warmup for policy in policies_of(algorithm.config)] == [3, 0]
+    with pytest.raises(ConfigError, match="critic_warmup has no critic to warm up"):
+        lrl.PPO(given({"planner": {}, "executor": {}}, trainer={"critic_warmup": 3}))
+
+
 def test_agents_may_begin_with_flags() -> None:
     first, _ = policies_of(compose(given({"planner": {"agents": "(?i)PLAN_.*"}, "executor": {}})))
     assert [bool(re.fullmatch(first.agents, tag)) for tag in ("plan_it", "planner", "executor")] == [True, True, False]

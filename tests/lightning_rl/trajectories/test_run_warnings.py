@@ -13,6 +13,8 @@ from lightning_rl_adapters.credit import Rewards
 from lightning_rl_adapters.rows import Row
 from tests.adapters.forests import make_call
 
+METRIC = "algorithm.filter_groups.metric"
+
 
 def trajectory(name: str = "r", **fields: Any) -> Trajectory:
     given = {
@@ -157,13 +159,14 @@ def test_a_step_of_which_nothing_can_be_learned_ends_the_run(
     problems.check("step 1", [])
 
 
-def test_a_reward_that_groups_are_filtered_by_and_nobody_gives_is_told_once(
+def test_a_reward_that_a_key_names_and_nobody_gives_is_told_once(
     problems: Problems, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = [trajectory(rewards=Rewards(final=1.0, named={"polite": 1.0})), trajectory()]
-    problems.report_missing_reward("acc", [failed("a")])
-    for metric in ("reward", "polite", "acc", "acc"):
-        problems.report_missing_reward(metric, given)
+    problems.report_missing_reward(METRIC, "acc", [failed("a")])
+    for name in ("reward", "polite", "acc", "acc"):
+        problems.report_missing_reward(METRIC, name, given)
+    problems.report_missing_reward("policies.white.reward", "polite", given)
     assert told(caplog) == [
         "algorithm.filter_groups.metric=acc: none of 2 rollouts has a reward of that name; there are polite, reward"
     ]
