@@ -170,7 +170,7 @@ class SFT(ConfiguredAlgorithm):
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Let the teacher answer, then train. What it has answered in this folder before, it is not asked again."""
         teacher = self._its_teacher
-        teacher.store, teacher.check = self.store, self.check
+        teacher.store, teacher.check, teacher.began_ns = self.store, self.check, self.began_ns
         fetch(self._grader)
         traces, evaluation = teacher.answer(train_dataset, self._grader)
         if self.shows:

@@ -14,7 +14,7 @@ import math
 import re
 import string
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -41,8 +41,6 @@ Prompts = dict[str, str]  # their texts by their names
 PROMPTS = "prompts.json"
 REFLECTIONS = "reflections.jsonl"
 _PLACES = re.compile(r"\{\{\s*([A-Za-z_]\w*)")  # of Jinja
-_FENCE = re.compile(r"^```[ \t]*(\w*)", re.MULTILINE)  # the first of an answer, with the language that it names
-_OF_PROMPTS = ("", "text", "txt", "markdown", "md", "prompt", "jinja", "jinja2")
 _log = logging.getLogger(__name__)
 
 
@@ -217,6 +215,11 @@ class PromptOptimization(Baseline):
         groups = {index: traces[at * self.n : (at + 1) * self.n] for at, index in enumerate(indexes)}
         return [trace for _, index in tasks for trace in groups[index]]
 
+    @property
+    def place_names(self) -> set[str]:
+        """Of all prompts."""
+        return set().union(*self._places.values())
+
     def unfit(self, name: str, text: str) -> str | None:
         """Why a text cannot stand for a prompt, None where it can: the agent fills the places of the first one."""
         try:
@@ -317,7 +320,7 @@ class _Search:
     def reflect(self, prompt: Any) -> str:
         """A new prompt, of the model, as gepa takes it: what is between the first ``` and the last."""
         with self._noted():
-            return _fenced(self._reflections(prompt))
+            return _fenced(self._reflections(prompt), self._optimization.place_names)
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -352,10 +355,19 @@ def places(prompt: PromptTemplate) -> frozenset[str]:
     return frozenset(found)
 
 
-def _fenced(answer: str) -> str:
-    """The answer between lines of ```, where it is a prompt that shows code and not one that stands between them."""
-    fence = _FENCE.search(answer)
-    return answer if fence is not None and fence[1].lower() in _OF_PROMPTS else f"```\n{answer}\n```"
+def _fenced(answer: str, names: Collection[str]) -> str:
+    """The answer with the prompt between lines of ```, of which gepa takes what is between the first and the last.
+
+    A prompt may show code between such lines itself. It does where a place, one of these `names`, stands outside of
+    them and not between; or on both sides, and something follows.
+    """
+    first, last = answer.find("```"), answer.rfind("```")
+    if first == last:
+        return answer
+    outside, between = answer[:first] + answer[last + 3 :], answer[first:last]
+    around, within = ({name for name in names if re.search(rf"\{{\s*{name}\b", text)} for text in (outside, between))
+    shows_code = bool(around) and (not around <= within or bool(answer[last + 3 :].strip()))
+    return f"```\n{answer}\n```" if shows_code else answer
 
 
 def _reward(group: Sequence[RolloutTrace]) -> float:

@@ -72,7 +72,7 @@ def read(sources: Sequence[str | Path]) -> tuple[list[CallTrace], Counter[str]]:
     excluded: Counter[str] = Counter()
     seen: dict[str, int] = {}
     for number, source in enumerate(sources):
-        of_source = list(_by_rollout(_calls(Path(source).expanduser())))
+        of_source = list(_by_rollout(_calls(Path(source).expanduser(), number)))
         if not of_source:
             raise ConfigError(f"sft.traces: {source} holds no calls; name a run whose agent asked a model")
         for calls in of_source:
@@ -164,7 +164,8 @@ def _by_rollout(calls: Iterable[TracedCall]) -> Iterator[list[TracedCall]]:
     yield from found.values()
 
 
-def _calls(source: Path) -> Iterator[TracedCall]:
+def _calls(source: Path, number_of_source: int) -> Iterator[TracedCall]:
+    """Its calls. Chats are known by the numbers of source and record: a resumed run may find the file elsewhere."""
     run_dir = source.parent if source.name == recorded.STORE else source
     if run_dir.is_dir():
         with recorded.opened(run_dir) as connection:
@@ -181,7 +182,8 @@ def _calls(source: Path) -> Iterator[TracedCall]:
             if (record := next(records, at_end)) is at_end:
                 return
             of_chat = chats.is_chat(record)
-            calls = chats.calls_of(record, f"{source}:{number}", place) if of_chat else (record,)
+            rollout_id = f"chat-{number_of_source}-{number}"
+            calls = chats.calls_of(record, rollout_id, place) if of_chat else (record,)
             read = [msgspec.convert(call, TracedCall) for call in calls]
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ConfigError(

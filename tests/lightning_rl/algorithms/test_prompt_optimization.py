@@ -156,10 +156,15 @@ def test_an_outage_of_the_model_is_no_reward_and_is_made_up_for(tmp_path: Path) 
         ("```text\nCount {number}\n```sql\nselect 1\n```\n```", "Count {number}\n```sql\nselect 1\n```"),
         ("Count {number} like\n```sql\nselect 1\n```\nplease", "Count {number} like\n```sql\nselect 1\n```\nplease"),
         ("Count {number}", "Count {number}"),
+        ("Here it is:\n```plaintext\nCount {number}\n```\n", "Count {number}"),
+        ("I kept {number}:\n ```yaml\nCount {number}\n```", "Count {number}"),
+        ("Count {number} like\n```sql\nselect 1\n```", "Count {number} like\n```sql\nselect 1\n```"),
+        ("Count {{ number }} like\n```\n1\n```", "Count {{ number }} like\n```\n1\n```"),
     ],
 )
 def test_a_prompt_may_show_code(answer: str, prompt: str, tmp_path: Path) -> None:
-    heard = _Search(cast(Any, None), _Reflections(lambda _: answer, tmp_path / "reflections.jsonl")).reflect("better?")
+    reflections = _Reflections(lambda _: answer, tmp_path / "reflections.jsonl")
+    heard = _Search(search(Reflects()), reflections).reflect("better?")
     assert InstructionProposalSignature.output_extractor(heard)["new_instruction"] == prompt
 
 

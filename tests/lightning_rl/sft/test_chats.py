@@ -52,7 +52,7 @@ def test_every_answer_is_learned_and_one_of_weight_0_is_context(tmp_path: Path) 
 def test_rewards_choose_and_parquet_holds_the_same(tmp_path: Path) -> None:
     chats = [{"messages": TALK[:3], "reward": 1.0}, {"messages": [*TALK[:2], said("assistant", "no")], "reward": 0.0}]
     file = write(tmp_path / "chats.jsonl", chats)
-    assert [one.rollout_id for one in load(file, min_reward=0.5).trained] == [f"{file}:1"]
+    assert [one.rollout_id for one in load(file, min_reward=0.5).trained] == ["chat-0-1"]
     parquet.write_table(pyarrow.Table.from_pylist(chats), again := tmp_path / "chats.parquet")
     assert trained(load(again)) == trained(load(file)) == ["select 1<|im_end|>", "no<|im_end|>"]
     found, _ = traces.read([file, again])  # of one name, and different rollouts

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import lightning_rl as lrl
 from lightning_rl.cli import app
 from lightning_rl.config import ConfigError
+from lightning_rl.sft.teacher import TeacherAway
 from lightning_rl.telemetry.metrics.jsonl import read
 from tests.proxy.engines.service import Service, running
 
@@ -123,6 +124,25 @@ def test_one_command_imitates_and_then_goes_on_with_rewards(service: Service, tm
     more = CliRunner().invoke(app, ["train", "--resume", str(run), "--json"])
     assert more.exit_code == 0, more.output
     assert sum(one["model"] == "theirs" for one in service.requests[asked:]) == 0
+
+
+@pytest.mark.e2e
+@pytest.mark.long
+def test_what_an_outage_of_the_teacher_ended_is_asked_again_by_a_run_that_goes_on(
+    service: Service, tmp_path: Path
+) -> None:
+    def away(body: dict[str, Any]) -> str:
+        raise OSError("away")
+
+    answers, service.reply = service.reply, away
+    config = with_service(service)
+    with pytest.raises(TeacherAway, match="infrastructure ended all 2 of its rollouts"):
+        lrl.Trainer(agent, n_runners=2, run_dir=tmp_path).fit(lrl.SFT(config, teacher="helper"), TASKS[:2])
+    service.reply = answers
+    resumed = config | {"trainer": CONFIG["trainer"] | {"resume_mode": "auto"}}
+    sft = lrl.SFT(resumed, teacher="helper")
+    lrl.Trainer(agent, n_runners=2, run_dir=tmp_path).fit(sft, TASKS[:2])
+    assert len(sft.examples.trained) == 1, "the odd one is right"
 
 
 def test_what_is_no_model_is_named() -> None:
