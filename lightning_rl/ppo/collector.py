@@ -472,13 +472,19 @@ def _reader(
 
 def together(whole: Trajectory, of_policies: Mapping[str, Trajectory]) -> Trajectory:
     """A rollout of several policies. Where its agent gave policies rewards of their own and none to the whole, their
-    mean is that of the whole."""
+    mean is the final reward, also of policies without one of their own."""
     given = [one.reward for one in of_policies.values() if not one.agent_failed and one.reward is not None]
+    parts = dict(of_policies)
     if whole.agent_failed and whole.error is None and given:
-        reward = fmean(given)
-        rewards = msgspec.structs.replace(whole.rewards, final=reward)
-        whole = msgspec.structs.replace(whole, agent_failed=False, reward=reward, rewards=rewards)
-    return msgspec.structs.replace(whole, of_policies=dict(of_policies))
+        final = fmean(given)
+        whole = _rewarded(whole, final)
+        parts = {name: _rewarded(one, final) if one.agent_failed else one for name, one in parts.items()}
+    return msgspec.structs.replace(whole, of_policies=parts)
+
+
+def _rewarded(trajectory: Trajectory, final: float) -> Trajectory:
+    rewards = msgspec.structs.replace(trajectory.rewards, final=final)
+    return msgspec.structs.replace(trajectory, agent_failed=False, reward=final, rewards=rewards)
 
 
 def _published(store: RunStore, name: str, resources: dict[str, dict[str, Any]]) -> str:

@@ -48,6 +48,8 @@ def test_rewards_of_policies_alone_are_no_failure_of_the_rollout() -> None:
     found = together(whole, {"white": white, "black": black, "referee": failed})
     assert (found.agent_failed, found.reward, found.rewards.final) == (False, 0.25, 0.25)
     assert found.of("black").reward == -0.5
+    referee = found.of("referee")
+    assert (referee.agent_failed, referee.reward, referee.rewards.final) == (False, 0.25, 0.25)
     assert together(whole, {"white": failed, "black": failed}).agent_failed
     raised = replace(whole, error=ErrorInfo(type="ValueError", message="a bug"))
     assert together(raised, {"white": white, "black": black}).agent_failed
