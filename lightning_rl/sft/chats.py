@@ -66,7 +66,7 @@ def _read(record: Mapping[str, Any], place: str) -> tuple[list[dict[str, Any]], 
     for number, one in enumerate(given):
         if not isinstance(one, Mapping):
             raise ConfigError(f"{place}: messages[{number}] is {one!r:.80}; it must be an object with a role")
-        messages.append({name: value for name, value in one.items() if value is not None})  # as Parquet fills them
+        messages.append({name: value for name, value in one.items() if value is not None})
     offered = {name: record[name] for name in ("tools", "functions") if record.get(name)}
     try:
         read = chat_completions.parse({"model": MODEL, "messages": messages, **offered})

@@ -185,7 +185,7 @@ def _calls(source: Path, number_of_source: int) -> Iterator[TracedCall]:
             rollout_id = f"chat-{number_of_source}-{number}"
             calls = chats.calls_of(record, rollout_id, place) if of_chat else (record,)
             read = [msgspec.convert(call, TracedCall) for call in calls]
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ConfigError(
                 f"{place} is none of `lightning-rl export --what calls`, nor a chat ({error}); export the run again, "
                 "or name its folder; a chat is a record with `messages`"
@@ -205,4 +205,11 @@ def _records(file: Path) -> Iterator[Any]:
     for group in pq.ParquetFile(file).iter_batches():
         for record in group.to_pylist():
             texts = {name: json.loads(record[name]) for name in _JSON if isinstance(record.get(name), str)}
-            yield record | texts
+            yield _as_written(record) | texts
+
+
+def _as_written(value: Any) -> Any:
+    """What was in a column before its structs were given the fields of each other, which are null."""
+    if isinstance(value, dict):
+        return {name: _as_written(each) for name, each in value.items() if each is not None}
+    return [_as_written(each) for each in value] if isinstance(value, list) else value

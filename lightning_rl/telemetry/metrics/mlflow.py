@@ -1,6 +1,7 @@
 """Metrics to MLflow: where `MLFLOW_TRACKING_URI` says, else into `mlflow.db` of the run's folder."""
 
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ from lightning_rl.telemetry.metrics.about import About, kept_id
 
 _AT_ONCE = 1000  # metrics, and 100 parameters: the limits of one request
 _LONGEST = 500  # characters of a parameter's value
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_\-. :/]")
 _ID = "mlflow.id"  # the file that keeps the id of the folder's run
 
 
@@ -57,11 +59,11 @@ class MlflowTracker:
                 self._client.log_batch(self._run, params=values[start : start + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One value a metric."""
+        """One value a metric. What MLflow takes in no name (`pass@1`) is `_` there."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        values = [Metric(name, float(value), now, step) for name, value in metrics.items()]
+        values = [Metric(_NOT_IN_NAMES.sub("_", name), float(value), now, step) for name, value in metrics.items()]
         for start in range(0, len(values), _AT_ONCE):
             self._client.log_batch(self._run, metrics=values[start : start + _AT_ONCE])
 

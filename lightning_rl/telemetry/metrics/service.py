@@ -1,7 +1,7 @@
 """A tracker at a service that may be away for a while: the run goes on, and the metrics wait for it.
 
-Invariant: steps go there in their order, and none is left out as long as the service comes back before the run ends;
-`metrics.jsonl` has them all in any case.
+Invariant: steps go there in their order, and none is left out that the service takes, as long as it comes back before
+the run ends; `metrics.jsonl` has them all in any case.
 """
 
 import logging
@@ -15,6 +15,7 @@ from lightning_rl.errors import Explained
 if TYPE_CHECKING:
     from lightning_rl.telemetry.metrics import Tracker
 
+_TRIES = 2  # of a step, until it is seen whether the service takes the one behind it
 _PAUSES = 20  # times as long as a try took until the next one: libraries try for minutes by themselves
 _log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class ServiceTracker:
     def __init__(self, name: str, open_it: "Callable[[], Tracker]") -> None:
         self._name = name
         self._waiting: deque[tuple[int, dict[str, float]]] = deque()
+        self._tries = 0  # of the first that waits
         self._not_before = 0.0
         try:
             self._tracker = open_it()
@@ -62,7 +64,11 @@ class ServiceTracker:
             while self._waiting:
                 self._tracker.log(*self._waiting[0])
                 self._waiting.popleft()
+                self._tries = 0
         except Exception as error:  # noqa: BLE001 - see above; no metric is worth the run
+            self._tries += 1
+            if self._tries >= _TRIES and self._passes_over(error):
+                return self._send()
             now = time.monotonic()
             self._not_before = now + _PAUSES * (now - began)
             if not was_away:
@@ -76,6 +82,20 @@ class ServiceTracker:
             self._not_before = 0.0
             if was_away:
                 _log.warning("%s takes metrics again, and has those that waited", self._name)
+
+    def _passes_over(self, refusal: Exception) -> bool:
+        """Whether the service takes the second step that waits: then the first is one that it never takes."""
+        if len(self._waiting) < 2:
+            return False
+        try:
+            self._tracker.log(*self._waiting[1])
+        except Exception:  # noqa: BLE001 - see above: it is away
+            return False
+        step, _ = self._waiting.popleft()
+        self._waiting.popleft()
+        self._tries = 0
+        _log.warning("%s never takes step %d (%s): metrics.jsonl has it", self._name, step, _told(refusal))
+        return True
 
 
 def _told(error: Exception) -> str:

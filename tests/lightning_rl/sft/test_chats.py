@@ -31,6 +31,10 @@ TALK = [
 ]  # fmt: skip
 
 
+PROPERTIES = {"a": {"type": "string"}, "b": {"type": "string"}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": PROPERTIES}}}
+
+
 def load(file: Path, **sft: Any) -> Examples:
     return examples.load(compose({"sft": {"held_out": 0.0} | sft}), [file], RENDERER)
 
@@ -81,6 +85,17 @@ def test_rewards_choose_and_parquet_holds_the_same(tmp_path: Path) -> None:
 def test_what_is_no_chat_is_named(tmp_path: Path, record: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(write(tmp_path / "chats.jsonl", [record]))
+
+
+def test_what_parquet_adds_to_structs_is_not_learned(tmp_path: Path) -> None:
+    calls = [{"function": {"name": "f", "arguments": {argument: "x"}}} for argument in ("a", "b")]
+    chats = [{"messages": [TALK[1], said("assistant", "", tool_calls=[call])], "tools": [TOOL]} for call in calls]
+    table = pyarrow.Table.from_pylist(chats)
+    assert table["messages"][0].as_py()[1]["tool_calls"][0]["function"]["arguments"] == {"a": "x", "b": None}
+    parquet.write_table(table, file := tmp_path / "chats.parquet")
+    found = examples.load(compose({"sft": {"held_out": 0.0}}), [file], QWEN)
+    for text, argument in zip(trained(found), ("a", "b"), strict=True):
+        assert f'"arguments": {{"{argument}": "x"}}' in text
 
 
 def test_a_line_that_is_no_json_is_named_and_an_empty_one_is_passed_over(tmp_path: Path) -> None:

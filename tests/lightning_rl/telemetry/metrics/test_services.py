@@ -39,7 +39,7 @@ def test_mlflow_keeps_one_run_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
     from mlflow.tracking import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    log("mlflow", tmp_path, {1: {"tokens/excluded/zero_variance": 2.0}})
+    log("mlflow", tmp_path, {1: {"tokens/excluded/zero_variance": 2.0, "rollouts/reward/pass@1": 1.0}})
     [tracker] = trackers.open_trackers(["mlflow"], tmp_path, 9, 1, ABOUT)
     client: Any = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("p").experiment_id
@@ -52,6 +52,7 @@ def test_mlflow_keeps_one_run_a_folder(tmp_path: Path, monkeypatch: pytest.Monke
     assert (run.info.run_name, run.info.status, run.data.params["data.seed"]) == ("n", "FINISHED", "3")
     history = client.get_metric_history(run.info.run_id, "tokens/excluded/zero_variance")
     assert [(metric.step, metric.value) for metric in history] == [(1, 2.0), (2, 4.0)]
+    assert run.data.metrics["rollouts/reward/pass_1"] == 1.0
 
 
 @pytest.mark.long
@@ -100,6 +101,23 @@ def test_what_a_service_does_not_take_waits_for_it(caplog: pytest.LogCaptureFixt
     tracker.close()
     assert service.is_closed
     assert caplog.messages[-1] == "mlflow lacks steps 5 to 5: metrics.jsonl has them"
+
+
+def test_a_step_that_a_service_never_takes_holds_no_other_back(caplog: pytest.LogCaptureFixture) -> None:
+    class Picky(AtTimesAway):
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            if step == 2:
+                raise ValueError("a name with @")
+            super().log(step, metrics)
+
+    service = Picky()
+    tracker = ServiceTracker("mlflow", lambda: service)
+    for step in range(1, 6):
+        tracker.log(step, {"loss": 1.0})
+        tracker._not_before = min(tracker._not_before, 1.0)  # the pause is over
+    tracker.close()
+    assert service.took == [1, 3, 4, 5]
+    assert "mlflow never takes step 2 (ValueError: a name with @): metrics.jsonl has it" in caplog.messages
 
 
 def test_a_service_that_cannot_be_opened_is_named() -> None:
