@@ -59,8 +59,14 @@ def run(
         given.append("trainer.resume_mode=auto")
     settings = compose(file=config, command_line=given, schema=TrainConfig)
     agent = None if settings.sft.teacher is None else agent_of(settings, None)
-    with ended_by_sigterm():
-        algorithm = supervised(agent, settings, run_dir, None, console=not as_json)
+    folder = folder_of(settings, run_dir)
+    try:
+        with ended_by_sigterm():
+            algorithm = supervised(agent, settings, folder, None, console=not as_json)
+    except (KeyboardInterrupt, SystemExit):
+        if (folder / "config.yaml").exists():
+            typer.echo(f"\nInterrupted. Go on with: lightning-rl sft --resume {folder}", err=True)
+        raise
     result = {
         "run_dir": str(algorithm.run_dir),
         "steps": algorithm.step,
@@ -71,6 +77,14 @@ def run(
         typer.echo(json.dumps(result))
         return
     _show(algorithm)
+
+
+def folder_of(settings: "TrainConfig", run_dir: Path | None) -> Path:
+    """The run folder of SFT with these settings, where it was not given."""
+    from lightning_rl.sft_algorithm import SFT
+
+    made = SFT(settings)
+    return (run_dir or made.named_run_dir or made.default_run_dir()).resolve()
 
 
 def supervised(

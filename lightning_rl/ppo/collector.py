@@ -121,7 +121,7 @@ class Collector:
         self._read_one = _reader(config, rules, learners)
         self._resources, self._greedy_resources = publish_resources(algorithm.store, config, learners)
         self.greedy: dict[str, Trajectory] = {}
-        state.note_tasks(len(dataset))
+        state.note_tasks(len(dataset), shuffled=config.data.shuffle)
         batches = shuffled_batches(config, dataset)
         self._supply = islice(batches, state.batches_taken if rules.schedule is None else 0, None)
         self.in_flight = None if rules.schedule is None else self._first_in_flight(rules.schedule, batches)

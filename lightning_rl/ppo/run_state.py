@@ -236,9 +236,10 @@ class RunState:
         self.run_id = run_id
         self.began_ns = began_ns  # calls before it are of earlier sessions
 
-    def note_tasks(self, tasks: int) -> None:
-        """Note how many tasks the training set has, and warn where it had others when the run was saved."""
-        if self._tasks not in (None, tasks):
+    def note_tasks(self, tasks: int, *, shuffled: bool) -> None:
+        """Note how many tasks the training set has, and warn where it had others when the run was saved, and they are
+        shuffled."""
+        if shuffled and self._tasks not in (None, tasks):
             _log.warning(
                 "the training set has %d tasks (it had %d), so they are in another order: of the epoch in which this "
                 "run goes on some are trained twice, and some not at all",

@@ -17,7 +17,7 @@ from lightning_rl.config.schema import Config, TeacherModel
 from lightning_rl.inference.load import model_folder, vocabulary_size
 from lightning_rl.ppo import resolved_config
 from lightning_rl.ppo.batch import BatchRules, RolloutPart, StepBatch, read
-from lightning_rl.ppo.privileged import PrivilegedRows
+from lightning_rl.ppo.privileged import PrivilegedRows, TeacherRow
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.teacher import ServedTeacher, Teacher, TeacherOf, ask_ahead, ask_teachers, put_taught
 from lightning_rl.trajectories.trajectory import Trajectory
@@ -78,7 +78,7 @@ def teach(
     teacher_of, skipped = _teacher_of(batch, config), _skipped(teachers)
     options = resolved_config.distillation_options(config)
     top = 0 if options is None else options.top
-    rows, untaught = ([], Counter[str]()) if privileged is None else privileged.of(batch)
+    rows, untaught = (list[TeacherRow](), Counter[str]()) if privileged is None else privileged.of(batch)
     asked = batch.sequences if privileged is None else [each.row for each in rows]
     ask_teachers(asked, teachers, teacher_of, top)
     if privileged is not None:
@@ -93,10 +93,13 @@ def teach(
             + ", ".join(f"{name}: key={each.key}, agents={each.agents}" for name, each in named.items())
         )
     if config.distillation.without_rewards:
+        told = None if privileged is None else _told_more(rows)
         for part in batch.parts:
             if away:
-                part.keep([_taught(each, teacher_of) for each in part.sequences], "teacher_away")
-            part.keep([_taught(each) for each in part.sequences], "untaught")
+                unasked = [~_asked(each, teacher_of, told) for each in part.sequences]
+                known = [_known(each) | other for each, other in zip(part.sequences, unasked, strict=True)]
+                part.keep(known, "teacher_away")
+            part.keep([_known(each) for each in part.sequences], "untaught")
     return untaught
 
 
@@ -117,13 +120,33 @@ def _skipped(teachers: Mapping[str, Teacher]) -> int:
     return sum(teacher.skipped for teacher in teachers.values() if isinstance(teacher, ServedTeacher))
 
 
-def _taught(sequence: TrainingSequence, teacher_of: TeacherOf | None = None) -> NDArray[np.bool_]:
-    """Of which trained tokens [K] a teacher has said anything; with `teacher_of` true of those of calls without one."""
+def _known(sequence: TrainingSequence) -> NDArray[np.bool_]:
+    """Of which trained tokens [K] a teacher has said anything."""
     assert sequence.teacher_log_probs is not None
-    found = ~np.isnan(sequence.teacher_log_probs)
+    return ~np.isnan(sequence.teacher_log_probs)
+
+
+def _asked(
+    sequence: TrainingSequence, teacher_of: TeacherOf, told: Mapping[int, Sequence[NDArray[np.int64]]] | None
+) -> NDArray[np.bool_]:
+    """About which trained tokens [K] a teacher was asked; `told` are those before which it was told more, by the id of
+    their sequence, None: it is told nothing."""
+    found = np.zeros(len(sequence.trained), np.bool_)
     for call_id, where, _ in sequence.trained_by_call():
-        if teacher_of is not None and teacher_of(sequence, call_id) is None:
-            found[where] = True
+        found[where] = teacher_of(sequence, call_id) is not None
+    if told is not None:
+        only = np.zeros_like(found)
+        for where in told.get(id(sequence), ()):
+            only[where] = True
+        found &= only
+    return found
+
+
+def _told_more(rows: Sequence[TeacherRow]) -> dict[int, list[NDArray[np.int64]]]:
+    """Where the tokens stand in their sequence, by its id."""
+    found: dict[int, list[NDArray[np.int64]]] = {}
+    for row in rows:
+        found.setdefault(id(row.student), []).append(row.where)
     return found
 
 

@@ -37,12 +37,12 @@ def test_an_adapted_coefficient_goes_on_and_a_fixed_one_is_that_of_now(
 
 def test_a_training_set_of_another_length_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     began = RunState(compose(), tmp_path)
-    began.note_tasks(6)
+    began.note_tasks(6, shuffled=True)
     saved = began.save(lambda folder: None, {"": PolicyState(None, "policy").state_dict()}, None)
-    for tasks in (6, 9):
+    for tasks, shuffled in ((6, True), (9, False), (9, True)):
         goes_on = RunState(compose(), tmp_path, saved)
         goes_on.restore({"": lambda state: None}, synchronous=True)
-        goes_on.note_tasks(tasks)
+        goes_on.note_tasks(tasks, shuffled=shuffled)
     [told] = caplog.messages
     assert told.startswith("the training set has 9 tasks (it had 6), so they are in another order")
 

@@ -1,10 +1,12 @@
 """Teachers of a run: which calls they teach, whose tokenizer they must share, and that the policy comes closer."""
 
+import dataclasses
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -16,6 +18,7 @@ import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import TeacherUnusable
 from lightning_rl.ppo.batch import BatchRules, read
+from lightning_rl.ppo.privileged import TeacherRow
 from lightning_rl.ppo.teachers import begin_to_teach, served_teachers, teach
 from lightning_rl.telemetry.metrics.jsonl import read as read_metrics
 from lightning_rl.training.batch import TrainingSequence
@@ -174,6 +177,20 @@ def test_calls_without_a_teacher_are_left_out_by_name_where_it_alone_trains() ->
     assert (planner.left_out, planner.trained, planner.excluded["untaught"]) == ("untaught", 0, sampled[0])
     assert set(planner.calls_left_out.values()) == {"untaught"}
     assert (coder.left_out, coder.trained, +coder.excluded) == (None, sampled[1], {})
+
+
+def test_what_a_teacher_was_told_nothing_before_is_not_what_it_was_away_for() -> None:
+    class TellsOfTheFirst:
+        def of(self, batch: Any) -> tuple[list[TeacherRow], Counter[str]]:
+            first, _ = batch.sequences
+            row = dataclasses.replace(first)
+            row.rollout = 1  # of which `Away` says nothing
+            return [TeacherRow(first, np.arange(len(first.trained)), row)], Counter(nothing_to_tell=1)
+
+    config = settings({"big": {"model_path": "a"}}, distillation_loss={"use_task_rewards": False})
+    batch = read([rolled_out(name, "a", {}) for name in ("r0", "r1")], BatchRules())
+    teach(batch, {"big": Away()}, config, cast(Any, TellsOfTheFirst()))
+    assert [part.left_out for part in batch.parts] == ["teacher_away", "untaught"]
 
 
 @pytest.mark.e2e
