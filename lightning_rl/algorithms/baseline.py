@@ -195,12 +195,13 @@ class Baseline(Algorithm):
         return traces if self._grader is None else self._grader.graded(traces, self.store, model)
 
     def _measured(self, requests: Sequence[RolloutRequest]) -> list[RolloutTrace]:
-        """The finished rollouts. Of one that infrastructure ended before this session another is asked for."""
+        """The finished rollouts. Of one that infrastructure ended or somebody cancelled before this session another is
+        asked for."""
         traces: list[RolloutTrace] = self.finished(requests, lambda trace: trace)
         lost = [
             at
             for at, trace in enumerate(traces)
-            if trace.rollout.status == "failed"
+            if trace.rollout.status in ("failed", "cancelled")
             and trace.counting is None
             and trace.rollout.created_at * 1e9 < self.began_ns
         ]

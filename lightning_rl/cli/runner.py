@@ -74,27 +74,28 @@ def run(
         raise CannotJoin(
             f"--n {at_once} is shared by {len(store)} servers, one for each at least; --max-rollouts goes with one"
         )
-    loaded = load_agent(agent)
-    _wait_for([HttpStore(url, key, connections=1, patience_seconds=0) for url in store])
-    typer.echo(f"Runs {agent} for {', '.join(store)}, at most {at_once} rollouts at once (isolation: {isolation}).")
-    typer.echo(f"Logs: {log_dir.resolve()}. Ctrl-C gives back what runs, and ends.")
-    try:
-        with ended_by_sigterm(), ExitStack() as parts:
-            working = [
-                parts.enter_context(
-                    runners.launch(share, loaded, url, key, log_dir=folder, isolation=isolation, most=max_rollouts)
-                )
-                for url, share, folder in zip(
-                    store, runners.shares(at_once, len(store)), runners.log_dirs(log_dir, len(store)), strict=True
-                )
-            ]
-            while not all(each.done for each in working):
-                for each in working:
-                    each.check()
-                time.sleep(_CHECK_SECONDS)
-    except KeyboardInterrupt:
-        typer.echo("Stopped; what ran was given back.")
-        raise
+    with ended_by_sigterm():
+        loaded = load_agent(agent)
+        _wait_for([HttpStore(url, key, connections=1, patience_seconds=0) for url in store])
+        typer.echo(f"Runs {agent} for {', '.join(store)}, at most {at_once} rollouts at once (isolation: {isolation}).")
+        typer.echo(f"Logs: {log_dir.resolve()}. Ctrl-C gives back what runs, and ends.")
+        try:
+            with ExitStack() as parts:
+                working = [
+                    parts.enter_context(
+                        runners.launch(share, loaded, url, key, log_dir=folder, isolation=isolation, most=max_rollouts)
+                    )
+                    for url, share, folder in zip(
+                        store, runners.shares(at_once, len(store)), runners.log_dirs(log_dir, len(store)), strict=True
+                    )
+                ]
+                while not all(each.done for each in working):
+                    for each in working:
+                        each.check()
+                    time.sleep(_CHECK_SECONDS)
+        except KeyboardInterrupt:
+            typer.echo("Stopped; what ran was given back.")
+            raise
     typer.echo(f"Done: rollouts that ended here: {max_rollouts}.")
 
 

@@ -40,7 +40,7 @@ ENTROPY_LEFT = 0.1  # of that at the beginning: samples of a group are then near
 HARMLESS = frozenset({ForkCause.NEW_CONVERSATION, ForkCause.TRUNCATED_BY_CLIENT})
 # Tokens that were left out on purpose, or that another finding names.
 _EXPECTED = frozenset(
-    {"validation", "tuning", "not_selected", "housekeeping", "frozen", "zero_variance", "group_of_one", "untaught"}
+    {"validation", "tuning", "not_selected", "housekeeping", "frozen", "zero_variance", "group_of_one"}
 )
 
 _DRIFT = {
@@ -61,6 +61,7 @@ _EXCLUDED = {
     "few_successes": "let agents not fail, or lower algorithm.min_successful_rollouts",
     "no_reward": "let agents not fail, and give a reward; or set algorithm.agent_failure=zero, so that failing counts",
     "no_logprob": "let the engine give logprobs, or leave algorithm.rollout_correction (bypass_mode, rollout_*) off",
+    "untaught": "give these calls a teacher, where it is not meant so: key and agents of distillation.teacher_models",
     "rejected": "sampler and trainer are apart: look at rollout_corr/kl, or widen rollout_rs_threshold",
     "greedy_logprobs": "sample with a temperature above 0: gateway.sampling, actor_rollout_ref.rollout.temperature",
     "inexact": "use an engine that tells token ids",

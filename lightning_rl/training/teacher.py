@@ -288,7 +288,11 @@ class ServedTeacher:
         """
         for server in self._servers:
             for text, token_ids in probe:
-                if (found := server.tokenize(text)) != token_ids:
+                try:
+                    found = server.tokenize(text)
+                except (KeyError, TypeError) as error:
+                    raise self._refused(server, f"the tokens of a text ({type(error).__name__}: {error})") from error
+                if found != token_ids:
                     raise TeacherRefused(
                         f"teacher {self._name}: the server at {server.url} writes {text!r} as the tokens {found}, and "
                         f"the policy as {token_ids}: a teacher of another tokenizer cannot score the policy's tokens. "
@@ -309,11 +313,11 @@ class ServedTeacher:
         if given is None:
             return _nothing(len(sequence.trained), top)
         if len(given) != len(sequence):
-            raise self._refused(server, f"of {len(sequence)} tokens it told of {len(given)}")
+            raise self._refused(server, f"log probabilities of {len(sequence)} tokens, and it told of {len(given)}")
         try:
             scored = [_entry(given[place], int(sequence.token_ids[place]), top) for place in sequence.trained]
         except msgspec.ValidationError as error:
-            raise self._refused(server, str(error)) from error
+            raise self._refused(server, f"log probabilities of a prompt's tokens ({error})") from error
         log_probs = np.asarray([own for own, *_ in scored], np.float32)
         if not top:
             return Scores(log_probs)
@@ -327,9 +331,8 @@ class ServedTeacher:
 
     def _refused(self, server: Control | Scorer, what: str) -> TeacherRefused:
         return TeacherRefused(
-            f"teacher {self._name}: the server at {server.url} did not answer what it was asked, the log probabilities "
-            f"of a prompt's tokens: {what}. Is it vLLM or SGLang of a version that docs/engines.md names, reached "
-            "without anything between that changes answers?"
+            f"teacher {self._name}: the server at {server.url} did not answer what it was asked: {what}. Is it vLLM or "
+            "SGLang of a version that docs/engines.md names, reached without anything between that changes answers?"
         )
 
     def _asked(self, server: Control | Scorer, token_ids: list[int], top: int) -> list[dict[str, Any]] | None:

@@ -1,6 +1,7 @@
 """Teachers: what a frozen model says of rows, which calls it teaches, and the gradient of the loss against it."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -262,7 +263,7 @@ def test_a_server_that_is_busy_is_away_and_any_other_error_ends_the_run(
 @pytest.mark.parametrize(
     ("said", "message"),
     [
-        ([{}, {}, {}], "of 4 tokens it told of 3"),
+        ([{}, {}, {}], "of 4 tokens, and it told of 3"),
         ([{}, {}, {"6": {"logprob": -1.0, "rank": 1}}, {"7": {"logprob": None, "rank": 1}}], "got `null`"),
         (
             [{}, {}, {"6": {"logprob": -1.0, "rank": 1}}, {"8": {"logprob": -1.0, "rank": 1}}],
@@ -278,6 +279,14 @@ def test_a_server_that_says_something_else_is_named(
     teacher = served(server, monkeypatch)
     with pytest.raises(TeacherRefused, match=f"server at {server.url} did not answer what it was asked.*{message}"):
         teacher.score([a_row(1)], 0)
+    teacher.close()
+
+
+def test_a_server_that_writes_no_tokens_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    says_nothing = SimpleNamespace(url="http://teacher.example", tokenize=lambda text: {}["tokens"])
+    teacher = served(cast(Any, says_nothing), monkeypatch)
+    with pytest.raises(TeacherRefused, match=r"what it was asked: the tokens of a text \(KeyError: 'tokens'"):
+        teacher.check([("hello", [1])])
     teacher.close()
 
 
