@@ -92,6 +92,24 @@ def test_ids_of_the_same_tokenizer_and_format_stay_as_they_were_sampled(tmp_path
     )
     assert ids(vocabulary="another") == (*rendered, 0)
     assert ids(vocabulary=digest, prompt_token_ids=[*prompt, 5]) == (*rendered, 0)  # another chat format asked it so
+    assert ids(vocabulary=digest, exact=False) == (*rendered, 0)
+    assert ids(vocabulary=digest, response_token_ids=[]) == (*rendered, 0)
+    assert ids(vocabulary=digest, prompt_token_ids=[5, 6], dialect="completions") == ([5, 6], odd, 1)
+
+
+@pytest.mark.parametrize(("exact", "as_sampled"), [(True, 2), (False, 0)])
+def test_a_call_stays_as_it_was_sampled_where_the_one_before_does(
+    exact: bool, as_sampled: int, tmp_path: Path, renderer: Renderer
+) -> None:
+    prompt, end = renderer.render([{"role": "user", "content": "question 0"}], None), renderer.stop_token_ids[0]
+    said = [*renderer.tokenizer.encode("se"), *renderer.tokenizer.encode("lect 1"), end]
+    first, second = conversation("r", ["select 1", "done"], vocabulary=renderer.tokenizer.vocabulary_digest())
+    first |= {"prompt_token_ids": prompt, "response_token_ids": said, "exact": exact}
+    second |= {"prompt_token_ids": [*prompt, *said, 7], "response_token_ids": [8], "exact": True}
+    written = StudentFormat(renderer).write(trace(tmp_path, [first, second]))
+    assert written.as_sampled == as_sampled
+    assert ((written.calls[1].prompt_ids, written.calls[1].response_ids) == ([7], [8])) == exact
+    assert [call.parent_id for call in written.calls] == [None, "r-0"]
 
 
 def test_a_tool_call_is_written_in_the_students_format_and_means_the_same(tmp_path: Path) -> None:
@@ -114,6 +132,7 @@ def test_a_tool_call_is_written_in_the_students_format_and_means_the_same(tmp_pa
         ({"answer": []}, "no_answer"),
         ({"answer": [], "response_token_ids": [5, 6]}, "no_answer"),  # its client left before the end
         ({"dialect": "completions"}, "raw_prompt"),
+        ({"parent_call_id": "elsewhere"}, "unknown_conversation"),
         ({"answer": [CALLED], "tools": TOOLS}, "answer_changed"),  # the tutorial's template writes no tool calls
     ],
 )
@@ -123,19 +142,22 @@ def test_what_cannot_be_written_is_named(changes: dict[str, Any], reason: str, t
     assert (written.calls, written.why_not) == ([], {"r-0": reason})
 
 
-def test_a_cut_answer_is_written_without_an_end(renderer: Renderer) -> None:
+def test_a_cut_answer_is_written_without_an_end(tmp_path: Path, renderer: Renderer) -> None:
     messages, answer = [{"role": "user", "content": "q"}], {"role": "assistant", "content": "select"}
     whole = answer_ids(renderer, messages, answer, None)
     assert answer_ids(renderer, messages, answer, None, ended=False) == whole[:-1]
+    cut = record("r", messages=messages, answer=[answer], finish_reason="length")
+    [call] = StudentFormat(renderer).write(trace(tmp_path, [cut])).calls
+    assert (call.response_ids, call.finish_reason) == (whole[:-1], "length")
     with pytest.raises(NotWritten, match="answer_changed"):
         answer_ids(renderer, messages, answer | {"tool_calls": [{"function": {"name": "x", "arguments": "{}"}}]}, None)
 
 
 def test_a_call_whose_parent_cannot_be_written_is_rendered_anew(tmp_path: Path, renderer: Renderer) -> None:
     first, second = conversation("r", ["select 1", "done"])
-    first["media"] = [[0, 1, "x"]]
+    first |= {"media": [[0, 1, "x"]], "tools": TOOLS}  # which hold for the calls that go on with it
     written = StudentFormat(renderer).write(trace(tmp_path, [first, second]))
     [call] = written.calls
     messages = [*first["messages"], *first["answer"], *second["messages"]]
-    assert (call.parent_id, call.prompt_ids) == (None, renderer.render(messages, None))
+    assert (call.parent_id, call.prompt_ids) == (None, renderer.render(messages, TOOLS))
     assert written.why_not == {"r-0": "images"}

@@ -43,6 +43,7 @@ def learned(found: Examples) -> dict[str, float]:
         ({"sft": {"min_reward": 0.5}}, ["good", "fair"]),
         ({"sft": {"best_of_group": 2}}, ["good", "fair"]),
         ({"sft": {"models": "small"}}, ["bad"]),
+        ({"sft": {"models": "smal|teach.*"}}, ["good", "fair", "none"]),
         ({"algorithm": {"train_agents": "writer|judge"}}, ["good", "fair"]),
     ],
 )
@@ -68,6 +69,7 @@ def test_a_run_and_the_files_that_are_exported_of_it_are_the_same_traces(tmp_pat
 
 
 def test_answers_weigh_what_their_rollouts_were_rewarded_with(tmp_path: Path) -> None:
+    assert set(learned(load(tmp_path)).values()) == {1.0}
     found = load(tmp_path, sft={"weights": "reward"})
     assert learned(found) == {"good": 1.0, "fair": 0.5}
     assert found.excluded["no_reward"] == 3
@@ -105,6 +107,28 @@ def test_every_token_that_is_not_trained_is_named(tmp_path: Path) -> None:
         tmp_path, records, data={"max_prompt_length": 40, "max_response_length": 10, "overlong": "truncate_left"}
     )
     assert cut.excluded["truncated"] > 0
+
+
+@pytest.mark.parametrize(
+    ("overlong", "answers", "excluded"),
+    [
+        ("drop_row", {"two": 1, "short": 1}, {"overlong": 1}),
+        ("drop_rollout", {"short": 1}, {"overlong": 2}),
+        ("truncate_left", {"two": 2, "short": 1}, {}),
+        ("truncate_response", {"two": 1, "short": 1}, {"truncated": 1}),
+    ],
+)
+def test_of_a_row_that_is_too_long_is_learned_what_the_key_says(
+    overlong: str, answers: dict[str, int], excluded: dict[str, int], tmp_path: Path
+) -> None:
+    """Counted in answers, which are all alike; the question of one call of `two` alone is longer than a row."""
+    long = record("two", messages=[{"role": "user", "content": "why " * 60}])
+    data = {"max_prompt_length": 40, "max_response_length": 10, "overlong": overlong}
+    found = load(tmp_path, [long, record("two", 1), record("short")], data=data)
+    of_answer = len(RENDERER.tokenizer.encode("select 1")) + 1
+    assert {one.rollout_id: one.tokens / of_answer for one in found.trained} == answers
+    assert {reason: tokens / of_answer for reason, tokens in found.excluded.items()} == excluded
+    assert all(len(row.trained) for one in found.trained for row in one.sequences)
 
 
 def test_what_cannot_be_learned_from_is_an_error_that_says_why(tmp_path: Path) -> None:
