@@ -11,7 +11,7 @@ import pytest
 from lightning_rl.config.schema import RolloutCorrection
 from lightning_rl.inference.weights.check import Tolerance
 from lightning_rl.ppo.batch import BatchRules, StepBatch, records
-from lightning_rl.ppo.rollout_correction import SamplerCheck, SamplerMismatch, correct, rules_of
+from lightning_rl.ppo.rollout_correction import SamplerCheck, SamplerMismatch, correct, found_in_update, rules_of
 from lightning_rl.training.batch import mini_batches
 from tests.adapters.forests import make_call
 from tests.lightning_rl.ppo.test_batch import advantages, build, excluded, rollout
@@ -139,3 +139,57 @@ def test_the_first_batch_is_compared_where_the_present_weights_have_sampled(
     with pytest.raises(SamplerMismatch) if compared else nullcontext():
         check.set_old_log_probs(batch, lambda _: [np.full(2, -2.0, np.float32)], version)
     assert check.compared == compared  # else the next batch is the first
+
+
+def of_the_trainer(batch: StepBatch, apart: float = 0.25) -> list[Any]:
+    """Log probabilities that are so far from the sampler's, of two of four tokens."""
+    return [
+        (sequence.rollout_log_probs + np.array([apart, -apart, 0, 0])).astype(np.float32)
+        for sequence in batch.sequences
+    ]
+
+
+def check_of(*, bypass: bool, largest: float = 1.0) -> SamplerCheck:
+    tolerance = Tolerance(largest=largest)
+    return SamplerCheck(bypass=bypass, off_policy=False, tolerance=tolerance, began_ns=0, began_version=0)
+
+
+@pytest.mark.parametrize("bypass", [True, False])
+def test_old_log_probs_are_the_trainers_or_with_bypass_the_samplers_which_are_compared_once(bypass: bool) -> None:
+    batch, check, asked = step([[9, 9, 9, 9]]), check_of(bypass=bypass), list[int]()
+
+    def trainers(sequences: list[Any]) -> list[Any]:
+        asked.append(len(sequences))
+        return of_the_trainer(batch)
+
+    [sequence] = batch.sequences
+    [expected] = [sequence.rollout_log_probs] if bypass else of_the_trainer(batch)
+    found = []
+    for _ in range(2):
+        found.append(check.set_old_log_probs(batch, trainers, 0))
+        assert sequence.old_log_probs is not None
+        assert sequence.old_log_probs.tolist() == expected.tolist()
+    told = {"training/rollout_probs_diff_max": 0.25, "training/rollout_probs_diff_mean": 0.125}
+    assert found == [pytest.approx(told), {} if bypass else pytest.approx(told)]
+    assert asked == ([1] if bypass else [1, 1])
+
+
+def test_old_log_probs_that_an_update_finds_are_compared_and_measured() -> None:
+    told = found_in_update(step([[1, 9, 1, 1]]), rules_of(RolloutCorrection()))
+    assert told["training/rollout_probs_diff_max"] == pytest.approx(np.log(9), rel=1e-5)
+    assert told["rollout_corr/kl"] == pytest.approx(-np.log(9) / 4, rel=1e-5)
+
+
+def test_only_the_first_batch_with_its_whole_context_must_agree() -> None:
+    batch, check = step([[1, 1, 1, 1]]), check_of(bypass=False, largest=0.1)
+    [sequence] = batch.sequences
+    sequence.cut_context = True
+    nothing = {"training/rollout_probs_diff_max": 0.0, "training/rollout_probs_diff_mean": 0.0}
+    assert check.compare(batch, of_the_trainer(batch), 0) == nothing
+    assert not check.compared
+    sequence.cut_context = False
+    check.compare(batch, of_the_trainer(batch, 0.05), 0)
+    sequence.cut_context = True
+    check.compare(batch, of_the_trainer(batch), 0)
+    sequence.cut_context = False
+    assert check.compare(batch, of_the_trainer(batch), 0)["training/rollout_probs_diff_max"] == pytest.approx(0.25)
