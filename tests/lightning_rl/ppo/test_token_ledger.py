@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
@@ -57,8 +58,9 @@ def test_a_rollout_that_is_entered_twice_stops_the_run() -> None:
     books.exclude(sampled("a", 3), "stale")
     books.check()
     books.exclude(sampled("a", 3), "stale")
-    with pytest.raises(ConservationError, match="handed over 3 tokens, but 0 trained \\+ 6 excluded"):
+    with pytest.raises(ConservationError, match="handed over 3 tokens, but 0 trained \\+ 6 excluded") as twice:
         books.check()
+    assert "the loss is outside of them" in twice.value.__notes__[0]
 
 
 def test_a_rollout_that_is_neither_entered_nor_in_flight_stops_the_run() -> None:
@@ -73,9 +75,42 @@ def test_what_was_left_out_before_keeps_its_reason_and_is_excluded_once() -> Non
     assert (found["tokens/excluded/undelivered"], found["tokens/excluded/frozen"]) == (4, 3)
 
 
+def test_what_a_step_does_not_train_is_excluded_by_its_own_reason() -> None:
+    books = ledger(Counted(a=9), "a")
+    superseded = replace(sampled("a", 3, make_call(1, 0, response=4, delivered=False)), excluded={"superseded": 2})
+    batch = build([replace(superseded, recorded_tokens={"a": 9})], BatchRules())
+    batch.parts[0].keep([np.array([True, False, True])], "rejected")
+    books.enter(batch)
+    found = books.check()
+    assert found["tokens/trained"] == 2
+    assert {name.rpartition("/")[2]: n for name, n in found.items() if "excluded" in name} == {
+        "superseded": 2, "undelivered": 4, "rejected": 1,
+    }  # fmt: skip
+
+
+def test_what_nothing_is_trained_of_is_excluded_by_its_own_reason_before_that_of_the_rollout() -> None:
+    books = ledger(Counted(a=5), "a")
+    books.exclude(replace(sampled("a", 3), excluded={"superseded": 2}, recorded_tokens={"a": 5}), "stale")
+    found = books.check()
+    assert (found["tokens/excluded/superseded"], found["tokens/excluded/stale"]) == (2, 3)
+
+
+def test_tokens_that_agents_spans_tell_of_are_received_with_their_rollout() -> None:
+    books = ledger(Counted(), "a")
+    books.exclude(replace(sampled("a", 3), recorded_tokens={"a": 0}, span_tokens=3), "stale")
+    found = books.check()
+    assert (found["tokens/received"], found["tokens/from_spans"]) == (3, 3)
+
+
+def test_one_that_nobody_asked_for_is_not_waited_for() -> None:
+    books = ledger(Counted())
+    books.hold(sampled("a", 3))
+    assert books.check()["tokens/pending"] == 0
+
+
 def test_records_that_were_given_up_are_excluded_by_name() -> None:
     gateways = Counted(a=5)
-    gateways.attempts["a"] = replace(gateways.attempts["a"], lost={"m": 2})
+    gateways.attempts["a"] = replace(gateways.attempts["a"], lost={"m": 2, "another": 7})
     books = ledger(gateways, "a")
     books.exclude(sampled("a", 3), "stale")
     found = books.check()
@@ -114,9 +149,14 @@ def test_the_policies_of_a_run_have_accounts_of_their_own_and_one_together() -> 
     books = {name: ledger(gateways) for name in ("p", "q")}
     books["q"].account.model = "another"
     run = RunLedger(books, gateways)
-    run.ask(["a"])
+    run.ask(["a", "b"])
+    gateways.attempts["b"] = AttemptTokens(rollout_id="b", received={"another": 5})
+    held = {name: replace(sampled("a", 3), recorded_tokens={"gone": n}) for name, n in (("p", 1), ("q", 2))}
+    run.hold(replace(held["p"], of_policies=held))
+    waiting = run.check(["a", "b"])
+    assert (waiting["p/tokens/pending"], waiting["q/tokens/pending"]) == (3 + 1, 5 + 2)
     mine, other = sampled("a", 3), replace(rollout("a"), recorded_tokens={"a": 0})
     run.exclude(replace(mine, of_policies={"p": mine, "q": other}), "stale")
-    found = run.check()
-    assert (found["p/tokens/received"], found["q/tokens/received"], found["tokens/received"]) == (3, 0, 3)
+    found = run.check(["b"])
+    assert (found["p/tokens/received"], found["q/tokens/received"], found["tokens/received"]) == (3, 5, 8)
     assert {name: n for name, n in found.items() if name.startswith("gateway/")} == {"gateway/fork_edited_text": 2}
