@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,6 +119,72 @@ def test_a_step_that_a_service_never_takes_holds_no_other_back(caplog: pytest.Lo
     tracker.close()
     assert service.took == [1, 3, 4, 5]
     assert "mlflow never takes step 2 (ValueError: a name with @): metrics.jsonl has it" in caplog.messages
+
+
+class Slow(AtTimesAway):
+    """A service of which each try takes a second of a clock that stands still otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.tries, self.values = 100.0, 0, list[float]()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.now, self.tries = self.now + 1, self.tries + 1
+        super().log(step, metrics)
+        self.values.append(metrics["loss"])
+
+
+def test_a_service_that_is_away_is_left_alone_for_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service, metrics = Slow(), {"loss": 1.0}
+    clock = SimpleNamespace(monotonic=lambda: service.now)
+    monkeypatch.setattr("lightning_rl.telemetry.metrics.service.time", clock)
+    tracker, service.away = ServiceTracker("mlflow", lambda: service), True
+    for step, tries in ((1, 1), (2, 1), (3, 1)):
+        tracker.log(step, metrics)
+        assert service.tries == tries, "its library has tried for long, and the run would wait each time"
+    service.now, service.away = service.now + 19, False
+    tracker.log(4, metrics)
+    assert service.took == []
+    metrics["loss"] = 2.0  # of another step
+    service.now += 1
+    tracker.log(5, {"loss": 3.0})
+    tracker.log(6, metrics)
+    assert service.took == [1, 2, 3, 4, 5, 6]
+    assert service.values == [1.0, 1.0, 1.0, 1.0, 3.0, 2.0]
+    assert len(caplog.messages) == 2, "that it is away, and that it is back"
+
+
+def test_at_the_end_of_a_run_what_waits_is_given_once_more(caplog: pytest.LogCaptureFixture) -> None:
+    service = AtTimesAway()
+    tracker, service.away = ServiceTracker("mlflow", lambda: service), True
+    values = {"loss": 1.0}
+    for step in (1, 2):
+        tracker.log(step, values)
+    tracker._not_before = 1e30
+    service.away = False
+    tracker.close()
+    assert (service.took, service.is_closed) == ([1, 2], True)
+    assert caplog.messages[-1] == "mlflow takes metrics again, and has those that waited"
+
+
+def test_a_service_that_cannot_be_closed_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    class Breaks(AtTimesAway):
+        def close(self) -> None:
+            raise OSError("  " + "x" * 400)
+
+        def log(self, step: int, metrics: Mapping[str, float]) -> None:
+            raise OSError
+
+    tracker = ServiceTracker("mlflow", Breaks)
+    for step in (3, 4):
+        tracker.log(step, {})
+    tracker.close()
+    assert "metrics of step 3 (OSError: (no message)):" in caplog.messages[0]
+    assert caplog.messages[-2:] == [
+        "mlflow lacks steps 3 to 4: metrics.jsonl has them", f"mlflow could not be closed: OSError: {'x' * 300}"
+    ]  # fmt: skip
 
 
 def test_a_service_that_cannot_be_opened_is_named() -> None:
