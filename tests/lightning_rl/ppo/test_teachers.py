@@ -4,6 +4,7 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,12 +13,14 @@ import msgspec
 import numpy as np
 import pytest
 from omegaconf import OmegaConf
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 import lightning_rl as lrl
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import TeacherUnusable
-from lightning_rl.ppo.batch import BatchRules, read
+from lightning_rl.inference.load import vocabulary_size
+from lightning_rl.ppo.batch import BatchRules, StepBatch, read
 from lightning_rl.ppo.privileged import TeacherRow
 from lightning_rl.ppo.teachers import begin_to_teach, served_teachers, teach
 from lightning_rl.telemetry.metrics.jsonl import read as read_metrics
@@ -72,6 +75,9 @@ def test_tasks_and_agents_say_which_teacher_a_call_has() -> None:
     [first, second] = taught(settings({"first": {**one, "agents": "code."}, "second": {**one, "key": "y"}}))
     assert second == {-1.0}
     assert all(np.isnan(each) for each in first)
+    [first, second] = taught(settings({"first": {**one, "agents": "plan|coder"}}))
+    assert second == {-1.0}
+    assert all(np.isnan(each) for each in first), "a part of a name is none"
     numbered = {name: {**one, "key": key} for name, key in (("first", "1"), ("second", "2"))}
     assert taught(settings(numbered, teacher_key="level")) == [{-1.0}, {-2.0}]
     with pytest.raises(ConfigError, match=r"the tasks' data_source .* is x, and the teachers are for first: key=sums"):
@@ -94,6 +100,33 @@ def test_teachers_that_cannot_be_used_are_refused(given: dict[str, Any], message
         settings(given)
 
 
+def test_a_task_that_has_no_keys_has_no_teacher_of_one() -> None:
+    config, batch = settings({"a": {"model_path": "a", "key": "x"}}), read([rolled_out("r", "a", "text")], BatchRules())
+    with pytest.raises(ConfigError, match=r"the tasks' data_source \(distillation.teacher_key\) is missing, and"):
+        teach(batch, {"a": Says(-1.0)}, config)
+    teach(read([rollout("nothing said")], BatchRules()), {"a": Says(-1.0)}, config)
+
+
+def test_a_served_teacher_is_made_as_the_keys_say_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Made:
+        def __init__(self, *given: Any) -> None:
+            self.given = given
+
+        def check(self, probe: list[tuple[str, list[int]]]) -> None:
+            self.probe = probe
+
+    monkeypatch.setattr("lightning_rl.ppo.teachers.ServedTeacher", Made)
+    known = vocabulary_size(CHECKPOINT)
+    likely = {"loss_mode": "reverse_kl_tail", "topk": known, "use_policy_gradient": False}
+    config = settings({"big": {"server_urls": ["http://h:1"]}}, when_away="skip", distillation_loss=likely)
+    made: Any = served_teachers(config, CHECKPOINT)["big"]
+    assert made.given == ("big", ["http://h:1"], known, "skip")
+    own = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    assert [own.decode(ids, skip_special_tokens=False) for _, ids in made.probe] == [text for text, _ in made.probe]
+    assert made.probe
+    assert served_teachers(settings({"self": {"weights": "averaged"}}), CHECKPOINT) == {}
+
+
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"teacher_models.big: there is no tokenizer.json in "):
         served_teachers(settings({"big": {"model_path": str(tmp_path)}}), CHECKPOINT)
@@ -110,6 +143,27 @@ def test_a_teacher_with_a_shorter_context_is_told_of(tmp_path: Path, caplog: pyt
     assert not caplog.messages
     served_teachers(settings({"big": {"model_path": str(tmp_path)}}), CHECKPOINT)
     assert ["teacher big reads 64 tokens, and rows may have 512" in one for one in caplog.messages] == [True]
+    caplog.clear()
+    del config["max_position_embeddings"]
+    for nested, told in (({"text_config": {"max_position_embeddings": 32}}, ["reads 32 tokens"]), ({}, [])):
+        (tmp_path / "config.json").write_text(json.dumps(config | nested))
+        served_teachers(settings({"big": {"model_path": str(tmp_path)}}), CHECKPOINT)
+        assert [one.partition(", and")[0].removeprefix("teacher big ") for one in caplog.messages] == told
+        caplog.clear()
+
+
+@pytest.mark.parametrize(
+    ("end", "refused"), [("<|im_end|>", False), ({"content": "<|im_end|>"}, False), ("<|other|>", True), (None, True)]
+)
+def test_a_teacher_must_end_texts_as_the_policy_does(end: Any, refused: bool, tmp_path: Path) -> None:
+    for name, given in (("own", {"eos_token": "<|im_end|>"}), ("other", end and {"eos_token": end})):
+        shutil.copytree(CHECKPOINT, tmp_path / name)
+        (tmp_path / name / "tokenizer_config.json").unlink()
+        if given:
+            (tmp_path / name / "tokenizer_config.json").write_text(json.dumps(given))
+    config = settings({"big": {"model_path": str(tmp_path / "other")}})
+    with pytest.raises(ConfigError, match="their ends of text are") if refused else nullcontext():
+        served_teachers(config, tmp_path / "own")
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -139,6 +193,7 @@ def test_what_is_asked_as_a_rollout_ends_is_what_its_step_asks(monkeypatch: pyte
     ended = [rolled_out(name, "a", {}) for name in ("r0", "r1")]
     for trajectory in reversed(ended):
         begin_to_teach(trajectory, BatchRules(), {"big": teacher}, config)
+    begin_to_teach(ended[0], BatchRules(), {"big": Says(-1.0)}, config)  # one in our process is asked by the step alone
     batch = read(ended, BatchRules())
     teach(batch, {"big": teacher}, config)
     assert all((s.teacher_log_probs == -1).all() for s in batch.sequences)
@@ -165,6 +220,33 @@ def test_rollouts_without_their_teacher_train_by_rewards_or_are_left_out_by_name
     teach(batch, {"big": Away()}, config)
     assert [part.trained for part in batch.parts] == (trained if rewards else [trained[0], 0])
     assert batch.parts[1].excluded["teacher_away"] == (0 if rewards else trained[1])
+
+
+def test_while_a_teacher_is_away_calls_that_have_none_are_left_out_as_such() -> None:
+    config = settings({"big": {"model_path": "a", "agents": "coder"}}, distillation_loss={"use_task_rewards": False})
+    batch = read(
+        [rolled_out(name, agent, {}) for name, agent in zip("abc", ["coder", "coder", "planner"], strict=True)],
+        BatchRules(),
+    )
+    teach(batch, {"big": Away()}, config)
+    assert [part.left_out for part in batch.parts] == [None, "teacher_away", "untaught"]
+
+
+def test_a_step_of_which_no_teacher_was_there_trains_nothing_and_one_that_has_none_is_an_error() -> None:
+    config = settings({"big": {"model_path": "a"}}, distillation_loss={"use_task_rewards": False})
+    teacher = Away()
+
+    def of_step() -> StepBatch:
+        batch = read([rolled_out(name, "a", {}) for name in "ab"], BatchRules())
+        batch.parts[0].keep([np.zeros(len(each.trained), bool) for each in batch.parts[0].sequences], "rejected")
+        return batch
+
+    batch = of_step()
+    teach(batch, {"big": teacher}, config)
+    assert [part.left_out for part in batch.parts] == ["rejected", "teacher_away"]
+    of_nobody = settings({"big": {"model_path": "a", "key": "x"}}, distillation_loss={"use_task_rewards": False})
+    with pytest.raises(ConfigError, match="no call of the step has a teacher"):
+        teach(of_step(), {"big": teacher}, of_nobody)
 
 
 def test_calls_without_a_teacher_are_left_out_by_name_where_it_alone_trains() -> None:

@@ -17,7 +17,14 @@ from lightning_rl.training import teacher as teacher_module
 from lightning_rl.training.actor import Actor
 from lightning_rl.training.batch import TrainingSequence
 from lightning_rl.training.forward import Forward
-from lightning_rl.training.teacher import FrozenTeacher, ServedTeacher, TeacherRefused, ask_teachers
+from lightning_rl.training.teacher import (
+    AveragedTeacher,
+    FrozenTeacher,
+    Scores,
+    ServedTeacher,
+    TeacherRefused,
+    ask_teachers,
+)
 from lightning_rl_adapters import forest
 from tests.lightning_rl.training.test_actor import (
     VOCABULARY,
@@ -170,11 +177,63 @@ def test_each_call_has_its_own_teacher_and_may_have_none() -> None:
         assert both[mass] == pytest.approx(taught_alone[mass])
 
 
+class Says:
+    """A teacher that says the same of every token: minus its number, and that its number is the most likely one."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
+        assert sequences, "a teacher of no call is not asked"
+        of_each = [np.full(len(sequence.trained), -self.number, np.float32) for sequence in sequences]
+        return [Scores(one, np.full((len(one), 1), self.number), one[:, None]) for one in of_each]
+
+
+def test_of_a_row_of_several_calls_each_hears_its_own_teacher() -> None:
+    ones = np.ones(4, np.float32)
+    row = TrainingSequence(0, np.arange(6), np.arange(2, 6), -ones, ones, ones)
+    row.calls = {f"c{n}": 2 + n for n in range(4)}
+    teachers = {name: Says(number) for number, name in enumerate("abc", 1)}
+    ask_teachers([row], teachers, lambda _, call_id: {"c0": "a", "c1": "b", "c2": "a"}.get(call_id), 1)
+    expected = [-1, -2, -1, np.nan]
+    assert row.teacher_log_probs == pytest.approx(expected, nan_ok=True)
+    assert row.teacher_top_ids is not None
+    assert row.teacher_top_ids[:3].tolist() == [[1], [2], [1]]
+    assert row.teacher_top_log_probs is not None
+    assert row.teacher_top_log_probs[:, 0] == pytest.approx(expected, nan_ok=True)
+
+
+def test_an_averaged_teacher_goes_a_part_of_the_way_to_the_policy() -> None:
+    policy, before = tiny_model(), dict(other_model().named_parameters())
+    teacher = AveragedTeacher(other_model(), 0, None, 0.25)
+    teacher.follow(policy)
+    for name, weight in policy.named_parameters():
+        torch.testing.assert_close(teacher.weights[name], 0.75 * before[name] + 0.25 * weight)
+
+
 def test_a_server_is_not_asked_about_what_it_cannot_score() -> None:
     sequence = two_answers()[0]
     sequence.temperature = np.full_like(sequence.temperature, 0.7)
     with pytest.raises(TeacherRefused, match=r"temperature 0.7, .*set actor_rollout_ref.rollout.temperature=1"):
         ServedTeacher("big", ["http://127.0.0.1:9"], VOCABULARY).score([sequence], 0)
+    teacher = ServedTeacher("big", ["http://127.0.0.1:9"], VOCABULARY)
+    teacher.begin(sequence, 0)
+    assert not teacher._begun
+    seen = a_row(1)
+    seen.images = ["one"]  # type: ignore[assignment]
+    with pytest.raises(TeacherRefused, match="shows images, and servers score text alone"):
+        teacher.score([seen], 0)
+
+
+def test_a_row_of_which_nothing_is_trained_is_neither_skipped_nor_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    teacher, none = served(AtTimesAway(0), monkeypatch), np.zeros(0, np.float32)
+    row = TrainingSequence(0, np.asarray([4, 5]), np.zeros(0, np.int64), none, none, none)
+    for top in (0, 2):
+        [found] = teacher.score([row], top)
+        assert found.log_probs.shape == (0,)
+    assert found.top_ids is not None
+    assert (found.top_ids.shape, teacher.skipped) == ((0, 2), 0)
+    teacher.close()
 
 
 class AtTimesAway:
@@ -213,15 +272,75 @@ def test_rows_that_were_begun_are_asked_about_once(monkeypatch: pytest.MonkeyPat
     teacher.close()
 
 
+def test_rows_are_dealt_out_among_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = [AtTimesAway(0), AtTimesAway(0)]
+    teacher = served(servers[0], monkeypatch)
+    monkeypatch.setitem(teacher.__dict__, "_servers", servers)
+    teacher.score([a_row(n) for n in range(4)], 0)
+    assert [len(server.asked) for server in servers] == [2, 2]
+    teacher.close()
+
+
+def test_each_server_must_write_texts_as_the_policy_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers: list[Any] = [AtTimesAway(0), AtTimesAway(0)]
+    teacher = served(servers[0], monkeypatch)
+    monkeypatch.setitem(teacher.__dict__, "_servers", servers)
+    servers[0].tokenize, servers[1].tokenize = lambda _: [1, 2], lambda _: [1, 3]
+    with pytest.raises(TeacherRefused, match=r"writes 'a b' as the tokens \[1, 3\], and the policy as \[1, 2\]"):
+        teacher.check([("a b", [1, 2])])
+    servers[1].tokenize = servers[0].tokenize
+    teacher.check([("a b", [1, 2])])
+
+
+def test_what_was_asked_ahead_is_kept_for_some_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = AtTimesAway(0)
+    teacher = served(server, monkeypatch)
+    teacher.begin(a_row(1), 0)
+    for _ in range(teacher_module._KEPT - 1):
+        teacher.score([], 0)
+    teacher.score([a_row(1)], 0)
+    assert len(server.asked) == 1
+    teacher.begin(a_row(2), 0)
+    for _ in range(teacher_module._KEPT):
+        teacher.score([], 0)
+    assert not teacher._begun, "its rollout was left out"
+    teacher.close()
+
+
+def test_the_likely_tokens_are_those_of_the_first_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(*others: tuple[int, int]) -> list[Any]:
+        """Of token 5 that it has rank 9, and of others which."""
+        each = {"5": {"logprob": -9.0, "rank": 9}} | {str(one): {"logprob": -1.0, "rank": rank} for one, rank in others}
+        return [{}, {}, each, each]
+
+    server = AtTimesAway(0)
+    teacher, row = served(server, monkeypatch), a_row(5)
+    row.token_ids[2:] = 5
+    monkeypatch.setattr(server, "score", lambda token_ids, top: said((3, 2), (4, 1)))
+    [found] = teacher.score([row], 2)
+    assert found.log_probs.tolist() == [-9.0, -9.0]
+    assert found.top_ids is not None
+    assert found.top_ids.tolist() == [[4, 3], [4, 3]]
+    with pytest.raises(TeacherRefused, match="of token 5 and the 4 most likely ones it told of"):
+        teacher.score([row], 4)
+    monkeypatch.setattr(server, "score", lambda token_ids, top: said((VOCABULARY, 1)))
+    with pytest.raises(TeacherRefused, match=f"finds token {VOCABULARY} likely, and the policy's tokenizer has"):
+        teacher.score([row], 1)
+    teacher.close()
+
+
 def test_a_step_waits_for_a_server_that_is_away_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    teacher = served(AtTimesAway(3), monkeypatch)
+    teacher = served(server := AtTimesAway(3), monkeypatch)
     assert teacher.score([a_row(1)], 0)[0].log_probs.tolist() == [-1.0, -1.0]
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2
     assert "teacher big: vLLM at http://teacher.example does not answer; the step waits for it" in said[0]
     assert "answers again" in said[1]
+    server.away = len(server.asked) + 1
+    teacher.score([a_row(1)], 0)
+    assert len(caplog.records) == 4, "it was away again"
     teacher.close()
 
 
@@ -255,8 +374,13 @@ def test_a_server_that_is_busy_is_away_and_any_other_error_ends_the_run(
     if is_busy:
         assert teacher.score([a_row(1)], 0)[0].log_probs.tolist() == [-1.0, -1.0]
     else:
-        with pytest.raises(type(error)):
+        with pytest.raises(type(error)) as raised:
             teacher.score([a_row(1)], 0)
+        needs = "--max-model-len of" if isinstance(error, VllmRefused) else "--context-length for"
+        assert (
+            f"asked about 4 tokens, the 0 most likely of each place: the server needs {needs}"
+            in (raised.value.__notes__[0])
+        )
     teacher.close()
 
 
