@@ -5,14 +5,24 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from lightning_rl import files
-from lightning_rl.config.schema import Config
+from lightning_rl.config import compose
+from lightning_rl.config.schema import Config, FilterGroups
 from lightning_rl.ppo import reporting
+from lightning_rl.ppo.batch import BatchRules
 from lightning_rl.ppo.reporting import Finished
 from lightning_rl.processes import cores
+from lightning_rl.trajectories import step_record
+from lightning_rl_adapters.call import VersionRange
+from lightning_rl_adapters.credit import FINAL, Rewards
+from tests.adapters.forests import make_call
+from tests.lightning_rl.ppo.test_batch import build, rollout
+from tests.lightning_rl.viewer.viewed import record_of
 
 
 @pytest.mark.parametrize(("limit", "said"), [(2, True), (64, False), (None, False)])
@@ -56,6 +66,63 @@ def test_a_run_without_steps_says_where_it_is(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("error", "of_critic", "told"),
+    [
+        (MemoryError(), False, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu (now 7), or set actor_rollout_ref.m"),
+        (torch.OutOfMemoryError(), True, "critic.ppo_max_token_len_per_gpu (now 9), or set critic.model.enable_gradi"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), False, "the update of step 3 ran out of memory"),
+        (RuntimeError("shapes do not match"), False, None),
+    ],
+)
+def test_what_to_lower_is_told_of_an_update_that_has_no_memory(
+    error: Exception, of_critic: bool, told: str | None
+) -> None:
+    config = compose(
+        {
+            "actor_rollout_ref": {"actor": {"ppo_max_token_len_per_gpu": 7}},
+            "critic": {"ppo_max_token_len_per_gpu": 9},
+        }
+    )
+    with pytest.raises(type(error)) as raised, reporting.memory_advice(config, 3, of_critic=of_critic):
+        raise error
+    notes = getattr(raised.value, "__notes__", [])
+    assert [told in note for note in notes] == [True] if told else not notes
+
+
+def test_how_old_the_tokens_of_a_step_are() -> None:
+    ranges = [VersionRange(3, 0, 3), VersionRange(5, 3, 4)]
+    found = reporting.staleness([rollout("r", replace(make_call(0, None, response=4), versions=ranges))], 6)
+    assert found == {"training/staleness/mean": (3 * 3 + 1) / 4, "training/staleness/max": 3.0}
+
+
+def test_the_rollout_to_look_at_is_one_that_made_a_call(tmp_path: Path) -> None:
+    assert reporting.trained_last(tmp_path) is None
+    for step in (1, 2):
+        step_record.write(tmp_path, record_of(step, {f"silent-{step}": (0.0, 0.0, 0), f"spoke-{step}": (1.0, 0.5, 3)}))
+    assert reporting.trained_last(tmp_path) == "spoke-2"
+
+
+def test_why_a_step_updates_nothing_is_told_with_its_policy(caplog: pytest.LogCaptureFixture) -> None:
+    batch = build([replace(rollout("a"), excluded={"superseded": 2}), rollout("b", make_call(0, None))], BatchRules())
+    batch.parts[1].keep([np.zeros(2, bool)], "rejected")
+    assert reporting.skipped(batch, 4, FilterGroups(), "planner") == {"training/skipped": 1.0}
+    rule = FilterGroups(enable=True, metric="speed", max_num_gen_batches=3)
+    reporting.skipped(build([], BatchRules()), 5, rule)
+    reporting.skipped(build([], BatchRules()), 6, FilterGroups())
+    assert caplog.messages == [
+        "step 4 updates nothing of policy planner: 1 of 2 rollouts made no call; 2 tokens excluded as rejected, "
+        "2 tokens excluded as superseded",
+        "step 5 updates nothing: in 3 batches no group has rewards named speed that differ (algorithm.filter_groups)",
+        "step 6 updates nothing: there are no rollouts",
+    ]
+
+
+def test_the_final_reward_is_not_told_twice() -> None:
+    one = replace(rollout("a"), rewards=Rewards(final=1.0, named={"speed": 0.5, FINAL: 1.0}))
+    assert reporting.named_rewards([one, rollout("b")]) == {"speed": 0.5}
+
+
 def test_an_end_is_one_with_its_model(tmp_path: Path) -> None:
     assert reporting.end_of(tmp_path) is None
     files.note_finished(tmp_path, asked=4, made=3)
@@ -77,6 +144,7 @@ def test_an_end_is_one_with_its_model(tmp_path: Path) -> None:
         (Finished(asked=4, made=2, patience=1), 4, 2, True),
         (Finished(asked=4, made=2, patience=1), 4, None, True),
         (Finished(asked=4, made=2, patience=1), 2, 2, False),
+        (Finished(asked=4, made=2, patience=1), 3, 1, True),
         (Finished(asked=4, made=2), 4, 2, False),
     ],
 )
