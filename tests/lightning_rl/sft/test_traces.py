@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.inspect.export import export
 from lightning_rl.sft import examples, traces
 from lightning_rl.sft.examples import Examples
+from lightning_rl.sft.traces import TracedCall
 from lightning_rl_proxy.rendering.load import load_renderer
 from tests.lightning_rl.inspect import runs
 
@@ -75,10 +77,54 @@ def test_answers_weigh_what_their_rollouts_were_rewarded_with(tmp_path: Path) ->
     assert found.excluded["no_reward"] == 3
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "reward"),
+    [
+        ({"reward": None, "call_rewards": {"a": 1.0, "b": 2.0}}, {"reward": None, "call_rewards": {"a": 0.5}}, 3.5),
+        ({"reward": 1.0, "call_rewards": {"a": 5.0}}, {"reward": 1.0}, 1.0),
+        ({"reward": None}, {"reward": 0.5}, 0.5),
+        ({"reward": None}, {"reward": None}, None),
+    ],
+)
+def test_a_rollouts_reward_is_its_own_or_else_the_sum_of_its_calls(
+    first: dict[str, Any], second: dict[str, Any], reward: float | None, tmp_path: Path
+) -> None:
+    [found], _ = traces.read([write(tmp_path / "calls.jsonl", [record("r", 1, **second), record("r", **first)])])
+    assert found.reward == reward
+    assert [call.number for call in found.calls] == [0, 1]
+
+
+def test_of_a_teachers_rollouts_its_own_answers_are_learned_whatever_their_mode() -> None:
+    def call(rollout: str, number: int = 0, **more: Any) -> TracedCall:
+        return msgspec.convert(record(rollout, number, mode="val", **{"model": "helper.1"} | more), TracedCall)
+
+    calls = [
+        call("good"), call("good", 1, model="helper-1"), call("good", 2, counts=False, response_token_ids=[1, 2, 3]),
+        call("poor", reward=0.0, response_token_ids=[1, 2]),
+    ]  # fmt: skip
+
+    def taught(**sft: Any) -> Examples:
+        config = compose({"sft": {"held_out": 0.0, "min_reward": 0.5} | sft})
+        return examples.load(config, [], RENDERER, taught=calls, teacher="helper.1")
+
+    found = taught()
+    [one] = found.trained
+    assert (one.rollout_id, found.calls) == ("good", {"rendered": 2})
+    assert found.excluded == {"not_selected": one.tokens, "low_reward": 2, "superseded": 3}
+    assert taught(models="helper-1").excluded == found.excluded  # the other one of the two alike
+    assert taught(models="helper-1").trained[0].sequences[0].calls != one.sequences[0].calls
+    with pytest.raises(ConfigError, match=r"of 2 rollouts none is left to learn from \(2 low_reward\)"):
+        taught(min_reward=2.0)
+
+
 def test_groups_of_different_sources_are_different_groups(tmp_path: Path) -> None:
     sources = [write(tmp_path / f"{run}.jsonl", [record(f"{run}-{n}", group_id="1-0") for n in (0, 1)]) for run in "ab"]
     found = examples.load(compose({"sft": {"held_out": 0.0, "best_of_group": 1}}), sources, RENDERER)
     assert list(learned(found)) == ["a-0", "b-0"]
+    alike = [record(str(n), response_token_ids=[1], group_id="g") for n in range(3)]
+    sources = [write(tmp_path / "c.jsonl", alike)]
+    found = examples.load(compose({"sft": {"held_out": 0.0, "best_of_group": 1}}), sources, RENDERER)
+    assert found.excluded == {"not_best": 2}
 
 
 def test_whole_groups_are_held_out(tmp_path: Path) -> None:
@@ -87,6 +133,21 @@ def test_whole_groups_are_held_out(tmp_path: Path) -> None:
     assert not {one.group_id for one in found.held_out} & {one.group_id for one in found.trained}
     held_out = sum(one.tokens for one in found.held_out)
     assert found.metrics(0)["tokens/excluded/held_out"] == held_out > 0
+    trained = sum(one.tokens for one in found.trained)
+    assert found.metrics(2)["tokens/pending"] == trained - 2
+
+
+@pytest.mark.parametrize(("share", "groups"), [(0.0, 0), (0.3, 1), (1.0, 1)])
+def test_of_two_groups_one_is_trained_in_any_case(share: float, groups: int, tmp_path: Path) -> None:
+    found = load(tmp_path, sft={"held_out": share})
+    assert len({one.group_id for one in found.held_out}) == groups
+
+
+def test_the_seed_says_which_groups_are_held_out(tmp_path: Path) -> None:
+    held_out = {
+        one.group_id for seed in range(6) for one in load(tmp_path, sft={"held_out": 0.5}, data={"seed": seed}).held_out
+    }
+    assert len(held_out) == 2
 
 
 def test_every_token_that_is_not_trained_is_named(tmp_path: Path) -> None:
@@ -134,6 +195,15 @@ def test_of_a_row_that_is_too_long_is_learned_what_the_key_says(
 def test_what_cannot_be_learned_from_is_an_error_that_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"of 5 rollouts none is left .*1 mode_val"):
         load(tmp_path, sft={"min_reward": 2.0})
+    with pytest.raises(ConfigError, match=r"of 5 rollouts none is left .*no_answer"):
+        load(tmp_path, [record(str(n), answer=[]) for n in range(5)])
+    with pytest.raises(ConfigError, match=r"sft.models '\(' is no regular expression"):
+        load(tmp_path, sft={"models": "("})
+    with pytest.raises(ConfigError, match=r"empty.jsonl holds no calls; name a run"):
+        examples.load(compose({}), [write(tmp_path / "empty.jsonl", [])], RENDERER)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"messages": "\xe9"}\n')
+    with pytest.raises(ConfigError, match=r"latin\.jsonl, record 1 is none of"):
+        examples.load(compose({}), [tmp_path / "latin.jsonl"], RENDERER)
     with pytest.raises(ConfigError, match="no run folder and no file"):
         examples.load(compose({}), [tmp_path / "nothing"], RENDERER)
     with pytest.raises(ConfigError, match="record 1 is none of `lightning-rl export --what calls`"):
