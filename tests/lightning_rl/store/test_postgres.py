@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from lightning_rl.store import call_counts
 from lightning_rl.store.contract import Finish, ResourcesRequest, Reward, RolloutRequest
-from lightning_rl.store.databases import shown
+from lightning_rl.store.databases import Postgres, shown
 from lightning_rl.store.errors import Conflict, Invalid, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.span import Span
@@ -104,7 +104,55 @@ def test_a_connection_that_is_cut_in_mid_transaction_is_made_anew(broken: Broken
     assert store.counts() == {"queued": 2}
 
 
+def failed(state: str | None, kind: Any = sa.exc.OperationalError, *, cut: bool = False) -> Any:
+    """A statement that failed; `state` is what the server said of it, None where it is not there."""
+    origin = Exception("said so")
+    origin.sqlstate = state  # type: ignore[attr-defined]
+    return kind("SELECT 1", {}, origin, connection_invalidated=cut)
+
+
+NOWHERE = Postgres(sa.make_url("postgresql://nowhere/db"))
+
+
+@pytest.mark.parametrize(
+    ("error", "tried", "committing", "again"),
+    [
+        (failed("40001"), 11, False, True),
+        (failed("40001"), 12, False, False),
+        (failed("42601"), 1, False, False),
+        (failed(None, cut=True), 1, False, True),
+        (failed(None, cut=True), 2, False, False),  # it is cut whenever it is made anew
+        (failed(None, cut=True), 1, True, False),
+    ],
+)
+def test_what_is_done_again_and_how_often(
+    error: Any, tried: int, committing: bool, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_rl.store.databases._PAUSE_SECONDS", 0)
+    assert NOWHERE._again(error, tried, committing=committing) == again
+
+
 # What is told
+
+
+@pytest.mark.parametrize(
+    ("error", "committing", "told"),
+    [
+        (failed(None, cut=True), True, "whether it did is not known"),
+        (failed(None, cut=True), False, "cannot be reached (said so)"),
+        (failed(None), True, "cannot be reached (said so)"),
+        *((failed(state, sa.exc.ProgrammingError), False, "cannot be used (said so)") for state in
+          ("42P01", "3F000", "42501", "28000", "28P01")),
+        (failed("55P03"), False, "was held by another process"),
+        (failed("53100"), False, "cannot be written (said so)"),
+        (failed("25006", sa.exc.InternalError), False, "cannot be written (said so)"),
+        (failed("22P05", sa.exc.DataError), False, "cannot hold this (said so): change it"),
+        (failed("42601", sa.exc.ProgrammingError), False, None),  # a mistake of ours
+    ],
+)  # fmt: skip
+def test_each_trouble_is_told_in_words_of_its_own(error: Any, committing: bool, told: str | None) -> None:
+    found = NOWHERE._refusal(error, committing=committing)
+    assert (found is error) if told is None else (told in str(found))
 
 
 def test_a_connection_that_is_cut_in_a_commit_is_told_and_a_repeat_does_no_harm(
