@@ -92,6 +92,7 @@ def test_ids_of_the_same_tokenizer_and_format_stay_as_they_were_sampled(tmp_path
     )
     assert ids(vocabulary="another") == (*rendered, 0)
     assert ids(vocabulary=digest, prompt_token_ids=[*prompt, 5]) == (*rendered, 0)  # another chat format asked it so
+    assert ids(vocabulary=digest, answer=[]) == (prompt, odd, 1)  # its client left, and no answer was read
     assert ids(vocabulary=digest, exact=False) == (*rendered, 0)
     assert ids(vocabulary=digest, response_token_ids=[]) == (*rendered, 0)
     assert ids(vocabulary=digest, prompt_token_ids=[5, 6], dialect="completions") == ([5, 6], odd, 1)
