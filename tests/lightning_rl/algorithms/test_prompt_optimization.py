@@ -160,12 +160,39 @@ def test_an_outage_of_the_model_is_no_reward_and_is_made_up_for(tmp_path: Path) 
         ("I kept {number}:\n ```yaml\nCount {number}\n```", "Count {number}"),
         ("Count {number} like\n```sql\nselect 1\n```", "Count {number} like\n```sql\nselect 1\n```"),
         ("Count {{ number }} like\n```\n1\n```", "Count {{ number }} like\n```\n1\n```"),
+        ("```Markdown\nCount {number}\n```", "Count {number}"),
+        ("```jinja2\nCount {number}\n```", "Count {number}"),
     ],
 )
 def test_a_prompt_may_show_code(answer: str, prompt: str, tmp_path: Path) -> None:
     reflections = _Reflections(lambda _: answer, tmp_path / "reflections.jsonl")
     heard = _Search(search(Reflects()), reflections).reflect("better?")
     assert InstructionProposalSignature.output_extractor(heard)["new_instruction"] == prompt
+
+
+def test_what_the_reflection_model_answered_is_heard_again_in_its_order(tmp_path: Path) -> None:
+    answers = iter(["one", "two", "three"])
+    for heard in (["one", "two"], ["one", "two", "three"]):
+        reflections = _Reflections(lambda _: next(answers), tmp_path / "reflections.jsonl")
+        assert [reflections("better?") for _ in heard] == heard
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "not_asked"),
+    [
+        (lrl.PromptTemplate("{a} of {b}"), ["as they are written: {a}, {b}. ", "Other braces must be doubled."], []),
+        (lrl.PromptTemplate("{{ a }}", engine="jinja"), ["as they are written: {{ a }}. "], ["Other braces"]),
+        (lrl.PromptTemplate("nothing"), ["Other braces must be doubled."], ["must hold"]),
+    ],
+)
+def test_the_reflection_model_is_told_which_places_to_keep(
+    prompt: lrl.PromptTemplate, asked: list[str], not_asked: list[str]
+) -> None:
+    made = lrl.PromptOptimization({"p": prompt}, Reflects(), budget=30)
+    said = made._instruction("p")
+    assert all(part in said for part in asked)
+    assert not any(part in said for part in not_asked)
+    assert made.unfit("p", prompt.template) is None
 
 
 def test_a_reflection_that_is_no_text_is_an_error(tmp_path: Path) -> None:
@@ -180,6 +207,9 @@ def test_a_reflection_that_is_no_text_is_an_error(tmp_path: Path) -> None:
 def test_a_budget_for_no_round_and_no_tasks_are_refused() -> None:
     with pytest.raises(ConfigError, match="used up before a prompt was tried: 2 validation tasks and a round of 3"):
         search(Reflects(), budget=7).prepare(TASKS[:4], TASKS[4:])
+    assert search(Reflects(), budget=8).prepare(TASKS[:4], TASKS[4:]) == (TASKS[:4], TASKS[4:])
+    with pytest.raises(ValueError, match="batch_size is 0; a round takes at least one task"):
+        search(Reflects(), batch_size=0)
     with pytest.raises(ConfigError, match="no training tasks"):
         search(Reflects()).prepare([], TASKS)
     with pytest.raises(ValueError, match="no prompt to improve"):
