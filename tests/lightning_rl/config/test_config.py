@@ -98,6 +98,7 @@ def test_an_unknown_key_on_the_command_line_is_named(override: str) -> None:
         ("algorithm.credit.wieghts={a: 1}", r"'algorithm.credit.wieghts' is unknown; .*'algorithm.credit.weights'"),
         ("data.seed=1,2", "gives data.seed several values"),
         ("data.seed", "is no key=value"),
+        (f"data.train_batch_size={'9x' * 200}", f"data.train_batch_size is '{('9x' * 200)[:199]}: expected `int`"),
         ("data.seed=3#", "config key data.seed is '3#': expected `int`"),
         ("data.train_files=[ä.jsonl]", "'data.train_files=.ä.jsonl.' cannot be read: .*'ä'.* stands between quotes"),
         ("dätä.x=1", "'dätä.x=1': the key cannot be read"),
