@@ -30,8 +30,10 @@ _SHOWN = 5  # keys of tasks in a message
 def served_teachers(config: Config, policy: Path) -> dict[str, Teacher]:
     """The teachers behind servers, by name, after each teacher's tokenizer was compared with that of the `policy`'s
     folder. Raises ConfigError for a folder with another one, TeacherRefused for such a server."""
-    options, known = resolved_config.distillation_options(config), vocabulary_size(policy)
-    if options is not None and options.top > known:
+    options = resolved_config.distillation_options(config)
+    if options is None:
+        return {}
+    if options.top > (known := vocabulary_size(policy)):
         raise ConfigError(
             f"distillation.distillation_loss.topk={options.top}: the policy's tokenizer has {known} tokens"
         )
