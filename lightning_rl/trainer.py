@@ -468,7 +468,15 @@ def _run_id(run_dir: Path, algorithm: Algorithm, *, attaches: bool) -> str:
             f"{run_dir} is of a run that attached to {' and '.join(urls)}, where its rollouts are: go on with it with "
             f"server={urls if len(urls) > 1 else urls[0]!r} (`--server` on the command line)"
         )
-    return file.read_text() if file.exists() else secrets.token_hex(3)
+    if file.exists():
+        return file.read_text()
+    _log.warning(
+        "%s holds a run and no file %s, so it goes on under a new id: what it had in flight is left, and its step is "
+        "sampled anew. Was the whole folder copied?",
+        run_dir,
+        _RUN_ID,
+    )
+    return secrets.token_hex(3)
 
 
 def _unused(folder: Path) -> Path:

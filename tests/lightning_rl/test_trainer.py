@@ -10,7 +10,7 @@ import lightning_rl as lrl
 from lightning_rl.files import RunFolderUnusable
 from lightning_rl.processes.service_keys import RUNNER_KEY
 from lightning_rl.runner.agent_pickle import AgentNotPicklable
-from lightning_rl.trainer import RunFolderUsed, _write_urls
+from lightning_rl.trainer import RunFolderUsed, _run_id, _write_urls
 
 ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
@@ -43,6 +43,18 @@ def test_a_run_at_a_server_is_not_gone_on_with_without_it(tmp_path: Path) -> Non
     with pytest.raises(RunFolderUsed, match=f"attached to {ONE}, where its rollouts are: .* server='{ONE}'"):
         lrl.Trainer(_one, run_dir=tmp_path).fit(algorithm, [1])
     assert (tmp_path / "server.url").read_text() == ONE
+
+
+def test_a_folder_without_the_id_of_its_run_is_told_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    algorithm = lrl.Baseline(resume=True)
+    assert _run_id(tmp_path, algorithm, attaches=False)
+    assert not caplog.messages, "there is no run yet"
+    (tmp_path / "store.db").touch()
+    assert _run_id(tmp_path, algorithm, attaches=False)
+    [told] = caplog.messages
+    assert "holds a run and no file run.id" in told
+    (tmp_path / "run.id").write_text("abc")
+    assert _run_id(tmp_path, algorithm, attaches=False) == "abc"
 
 
 def _one(task: int) -> float:
