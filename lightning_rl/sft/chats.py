@@ -49,7 +49,6 @@ def calls_of(record: Mapping[str, Any], rollout_id: str, place: str) -> Iterator
             "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
             "reward": record.get("reward"),
             "exact": False,
-            "media": [one for one in asked if _shows_images(one)] or None,
             "tools": tools,
         }
         asked, number = [], number + 1
@@ -80,8 +79,3 @@ def _read(record: Mapping[str, Any], place: str) -> tuple[list[dict[str, Any]], 
             if not isinstance(function.get("arguments"), str | Mapping):
                 raise ConfigError(f"{place}: messages[{number}].tool_calls has {call!r:.80}: it has no arguments")
     return read.messages, read.tools
-
-
-def _shows_images(message: Mapping[str, Any]) -> bool:
-    parts = message.get("content")
-    return isinstance(parts, list) and any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
