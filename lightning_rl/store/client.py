@@ -45,6 +45,7 @@ from lightning_rl.store.contract import (
     RolloutTrace,
     WorkerInfo,
     body_of,
+    body_of_request,
 )
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreUnwritable, Unreachable
 from lightning_rl.store.run_store import TRACES_AT_ONCE
@@ -121,15 +122,15 @@ class HttpStore:
         named = [msgspec.structs.replace(request, rollout_id=request.rollout_id or new_id("r")) for request in requests]
         made: list[Rollout] = []
         for start in range(0, len(named), _ENQUEUE_BATCH):
-            body = {"rollouts": named[start : start + _ENQUEUE_BATCH]}
-            made += self._call("POST", "/rollouts", body, RolloutsAnswer).rollouts
+            bodies = b",".join(body_of_request(request) for request in named[start : start + _ENQUEUE_BATCH])
+            made += self._call("POST", "/rollouts", b'{"rollouts":[%b]}' % bodies, RolloutsAnswer).rollouts
         return made
 
     def start(self, request: RolloutRequest) -> Claim:
         """Create one rollout and claim it at once."""
         rollout_id = request.rollout_id or new_id("r")
         named = msgspec.structs.replace(request, rollout_id=rollout_id)
-        return self._call("POST", "/rollouts/start", named, Claim)
+        return self._call("POST", "/rollouts/start", body_of_request(named), Claim)
 
     def rollout(self, rollout_id: str) -> RolloutDetail:
         """The rollout with its attempts."""
@@ -390,7 +391,7 @@ class HttpStore:
             pause = min(2 * pause, _MAX_PAUSE_SECONDS)
 
     def _request(self, method: str, path: str, body: Any, wait_seconds: float) -> urllib3.BaseHTTPResponse:
-        content = None if body is None else body_of(body)
+        content = body if body is None or isinstance(body, bytes) else body_of(body)
         try:
             return self._pool.request(
                 method,

@@ -4,6 +4,8 @@ Invariant: a record that exists is well formed, since every one of them is decod
 Times are seconds since the epoch.
 """
 
+import json
+import re
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -289,6 +291,20 @@ class Owner(msgspec.Struct, frozen=True, kw_only=True):
 
 
 read_hints(globals())
+_MAYBE_NOT_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")  # how MessagePack writes NaN and infinities
+
+
+def body_of_request(request: RolloutRequest) -> bytes:
+    """The JSON of a request. Raises Invalid as `body_of`, and for NaN and infinities, which would become null."""
+    body = body_of(request)
+    if _MAYBE_NOT_FINITE.search(msgspec.msgpack.encode(request)):
+        try:
+            json.dumps(msgspec.to_builtins(request), allow_nan=False)
+        except ValueError as error:
+            raise Invalid(
+                f"the task of a request has NaN or an infinity, which JSON cannot write: {str(request.task)[:80]!r}"
+            ) from error
+    return body
 
 
 def body_of(record: Any) -> bytes:

@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from lightning_rl.store import queries, schema
-from lightning_rl.store.contract import Rollout, RolloutDetail, RolloutRequest, body_of, same_body
+from lightning_rl.store.contract import Rollout, RolloutDetail, RolloutRequest, body_of_request, same_body
 from lightning_rl.store.errors import Conflict, Invalid
 from lightning_rl.store.records import attempt_of, detailed, rollout_of
 from lightning_rl.store.sql.resources import ResourceOperations
@@ -154,7 +154,7 @@ class RolloutOperations(ResourceOperations):
         bodies = queries.requests(connection, named)
         rows, ids = [], []
         for request in requests:
-            body = body_of(request)
+            body = body_of_request(request)
             rollout_id = request.rollout_id or new_id("r")
             ids.append(rollout_id)
             if rollout_id in bodies:

@@ -90,7 +90,12 @@ def test_the_order_of_keys_does_not_make_another_body(store) -> None:
 
 
 def test_a_task_that_is_not_json_is_refused(store) -> None:
-    for task, message in ((object(), "JSON"), ("\ud83d", "surrogates"), ({"answer": -(2**64)}, "more than 64 bits")):
+    for task, message in (
+        (object(), "JSON"),
+        ("\ud83d", "surrogates"),
+        ({"answer": -(2**64)}, "more than 64 bits"),
+        ([float("-inf")], "infinity"),
+    ):
         with pytest.raises(Invalid, match=message):
             store.enqueue([RolloutRequest(task=task)])
     store.enqueue([RolloutRequest(task=2**64 - 1)])
