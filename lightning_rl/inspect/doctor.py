@@ -139,7 +139,7 @@ def _of_learning(evidence: Evidence) -> dict[str, float | None]:
     return {
         "reward of the first steps": _mean(_values(rows, "critic/score/mean")[: _edge(rows)]),
         "reward of the last steps": _mean(_values(rows, "critic/score/mean")[-_edge(rows) :]),
-        "entropy of the last steps": _mean(_values(recent, "actor/entropy")),
+        f"entropy of the last {len(recent)} steps": _mean(_values(recent, "actor/entropy")),
         "mean distance of sampler and trainer": _mean(_values(recent, "training/rollout_probs_diff_mean")),
         "share of received tokens that are trained": _trained_share(rows),
         "share of groups with variance": _share(sum(not _alike(group) for group in groups), len(groups)),

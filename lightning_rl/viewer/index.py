@@ -24,8 +24,8 @@ _TABLES = """
 CREATE TABLE rollouts (
     position INTEGER PRIMARY KEY, rollout_id TEXT NOT NULL UNIQUE, status TEXT, mode TEXT, step INTEGER, group_id TEXT,
     agent TEXT, task TEXT, task_key TEXT, reward REAL, rewards TEXT, error TEXT, attempts INTEGER, created REAL,
-    seconds REAL, calls INTEGER DEFAULT 0, sampled INTEGER DEFAULT 0, forks INTEGER DEFAULT 0, trained_step INTEGER,
-    trained INTEGER, advantage REAL
+    seconds REAL, calls INTEGER DEFAULT 0, forks INTEGER DEFAULT 0, trained_step INTEGER, trained INTEGER,
+    advantage REAL, ids INTEGER DEFAULT 0, reported INTEGER DEFAULT 0, sampled INTEGER AS (iif(ids > 0, ids, reported))
 );
 CREATE INDEX by_step ON rollouts (step, position);
 CREATE INDEX by_group ON rollouts (group_id, position);
@@ -53,10 +53,12 @@ _TEXT_CHARACTERS = 20_000  # of one call, that a search finds
 
 
 class Called(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of a rollout, as far as lists and searches need it."""
+    """One call of a rollout, as far as lists and searches need it: how many token ids were recorded of its answer, and
+    how many tokens it was reported to have, which count where no call of the rollout has ids."""
 
     rollout_id: str
-    sampled: int
+    ids: int
+    reported: int
     forked: bool
     text: str
 
@@ -125,8 +127,9 @@ class Index:
             positions = _positions(connection, {one.rollout_id for one in calls})
             known = [(positions[one.rollout_id], one) for one in calls if one.rollout_id in positions]
             connection.executemany(
-                "UPDATE rollouts SET calls = calls + 1, sampled = sampled + ?, forks = forks + ? WHERE position = ?",
-                [(one.sampled, one.forked, position) for position, one in known],
+                "UPDATE rollouts SET calls = calls + 1, ids = ids + ?, reported = reported + ?, forks = forks + ? "
+                "WHERE position = ?",
+                [(one.ids, one.reported, one.forked, position) for position, one in known],
             )
             for position, one in known if self._searched else ():
                 _enter_text(connection, position, one.text)

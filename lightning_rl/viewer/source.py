@@ -60,7 +60,7 @@ class Source(Protocol):
 
 class _CallAttributes(msgspec.Struct):
     cause: str | None = msgspec.field(name=semconv.FORK_CAUSE, default=None)
-    sampled: int = msgspec.field(name=semconv.OUTPUT_TOKENS, default=0)
+    reported: int = msgspec.field(name=semconv.OUTPUT_TOKENS, default=0)
     ids: bytes = msgspec.field(name=semconv.RESPONSE_IDS, default=b"")
     asked: list[dict[str, Any]] | None = msgspec.field(name=semconv.INPUT_MESSAGES, default=None)
     answered: list[dict[str, Any]] | None = msgspec.field(name=semconv.OUTPUT_MESSAGES, default=None)
@@ -82,7 +82,8 @@ def called(record: bytes) -> Called | None:
     said = span.attributes
     return Called(
         rollout_id=span.rollout_id,
-        sampled=len(said.ids) // 4 or said.sampled,
+        ids=len(said.ids) // 4,
+        reported=said.reported,
         forked=said.cause is not None,
         text="\n".join(words_of(message) for message in [*(said.asked or ()), *(said.answered or ())]),
     )

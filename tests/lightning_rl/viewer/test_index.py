@@ -14,6 +14,7 @@ from lightning_rl.trajectories import step_record
 from lightning_rl.viewer import search
 from lightning_rl.viewer.run import ViewedRun
 from lightning_rl.viewer.search import WrongQuery
+from lightning_rl_adapters import semconv
 from tests.lightning_rl.inspect.runs import open_store
 from tests.lightning_rl.viewer.viewed import add_rollout, read, record_of, small_run, turn
 
@@ -46,6 +47,17 @@ def test_what_a_failed_rollout_counted_with_is_in_its_group(tmp_path: Path) -> N
     [group] = run.answer("groups", {})["groups"]
     assert (group["mean"], group["low"], group["high"]) == (0.5, 0.0, 1.0)
     run.close()
+
+
+def test_tokens_of_a_helper_count_only_where_no_call_has_token_ids(tmp_path: Path) -> None:
+    reported = {"response_ids": [], "logprobs": [], "versions": [], "model": "judge"}
+    judge = turn("is it right?", "yes", after=0, **reported, attributes={semconv.OUTPUT_TOKENS: 1000})
+    with open_store(tmp_path) as store:
+        add_rollout(store, "judged", [turn("a", "b"), judge])
+        add_rollout(store, "without-ids", [judge])
+    with closing(read(tmp_path)) as run:
+        rows = {row["rollout_id"]: row["sampled"] for row in run.answer("rollouts", {"sort": "-sampled"})["rollouts"]}
+    assert rows == {"judged": 2, "without-ids": 1000}
 
 
 def test_filters_go_together(run: ViewedRun) -> None:

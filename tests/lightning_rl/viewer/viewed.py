@@ -51,15 +51,16 @@ def add_rollout(
     store.enqueue([asked])
     [claim] = store.claim("worker", limit=1)
     attempt_id, base = claim.attempt.attempt_id, int(claim.attempt.started_at * 1e9)
+    tokens = {"response_ids": [4, 5], "logprobs": [-0.5, -1.5], "versions": [VersionRange(step - 1, 0, 2)]}
+    sampled: dict[str, Any] = {"model": "policy", **tokens}
     for number, turn in enumerate(talk):
         more = {name: value for name, value in turn.items() if name not in ("asked", "answered", "attributes")}
         after = more.pop("after", number)  # from 1; 0: it begins a tree
         call = Call(
             call_id=f"{rollout_id}-c{number + 1}", rollout_id=rollout_id, attempt_id=attempt_id, number=number,
-            prompt_ids=[1, 2, 3], response_ids=[4, 5], logprobs=[-0.5, -1.5],
-            versions=[VersionRange(step - 1, 0, 2)], temperature=1.0, finish_reason="stop",
+            prompt_ids=[1, 2, 3], temperature=1.0, finish_reason="stop",
             parent_id=f"{rollout_id}-c{after}" if after else None, start_ns=base + number * 10**9,
-            end_ns=base + number * 10**9 + 5 * 10**8, **({"model": "policy"} | more),
+            end_ns=base + number * 10**9 + 5 * 10**8, **(sampled | more),
         )  # fmt: skip
         told = {semconv.INPUT_MESSAGES: list(turn["asked"]), semconv.OUTPUT_MESSAGES: [turn["answered"]]}
         store.add_spans([to_span(call, **told, **turn.get("attributes", {}))])
