@@ -4,6 +4,7 @@ Tables are taken as their rows. What has no length or no order is refused, with 
 """
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -28,16 +29,17 @@ def dataset_of(given: Any, name: str) -> Sequence[Any] | None:
     if given is None:
         return None
     rows = _rows(given)
-    if isinstance(rows, str | bytes):
+    if isinstance(rows, str | bytes | os.PathLike):
         raise TaskError(
-            f"{name} is the text {rows[:80]!r}; tasks of a file are read by lightning_rl.data.load_tasks(path), "
+            f"{name} is the text {str(rows)[:80]!r}; tasks of a file are read by lightning_rl.data.load_tasks(path), "
             "or where the config names it"
         )
     if isinstance(rows, Mapping):
         keys = ", ".join(repr(key) for key in list(rows)[:4])
         raise TaskError(f"{name} is a {type(rows).__name__} of {keys}; give one of its values, or a list of tasks")
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
-        raise TaskError(f"{name} is a {type(rows).__name__}, which has no length or no order; give list(...) of it")
+        instead = "call it, and give list(...) of what it returns" if callable(rows) else "give list(...) of it"
+        raise TaskError(f"{name} is a {type(rows).__name__}, which has no length or no order; {instead}")
     if isinstance(rows, list | tuple):
         for index, task in enumerate(rows):
             check_task(task, f"task {index} of {name}")
@@ -50,7 +52,9 @@ def check_task(task: Any, what: str) -> None:
         json.dumps(task, allow_nan=False)
         body_of(task)
         _check_keys(task)
-    except (TypeError, ValueError, RecursionError, Invalid) as error:
+    except RecursionError:
+        raise TaskError(f"{what} is no JSON value: it is nested too deeply, or holds itself") from None
+    except (TypeError, ValueError, Invalid) as error:
         raise TaskError(
             f"{what} is no JSON value ({error}): {str(task)[:80]!r}; make it of dicts, lists, text, numbers, true, "
             "false and null"

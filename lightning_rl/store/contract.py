@@ -320,7 +320,7 @@ def body_of(record: Any) -> bytes:
         raise Invalid(
             f"{type(record).__name__} holds a whole number of more than 64 bits: write it as text ({error})"
         ) from error
-    except (TypeError, UnicodeEncodeError) as error:
+    except (TypeError, UnicodeEncodeError, RecursionError) as error:
         raise Invalid(f"{type(record).__name__} is not JSON-able: {error}") from error
 
 

@@ -31,6 +31,13 @@ class Frame:
         return [{"a": 1}, {"a": 2}]
 
 
+def nested(levels: int) -> Any:
+    task: Any = None
+    for _ in range(levels):
+        task = [task]
+    return task
+
+
 def test_a_dataset_without_an_iterator_ends_where_its_length_says() -> None:
     found: Any = dataset_of(ByIndex(), "train_dataset")
     assert (list(found), list(enumerate(found))[-1], len(found), found[1]) == ([0, 10, 20], (2, 20), 3, 10)
@@ -56,6 +63,9 @@ def test_a_list_is_itself_and_what_is_lazy_stays_so() -> None:
     ("given", "message"),
     [
         ("tasks.jsonl", r"val_dataset is the text 'tasks.jsonl'; .*load_tasks"),
+        (Path("tasks.jsonl"), r"val_dataset is the text 'tasks.jsonl'; .*load_tasks"),
+        (nested, r"val_dataset is a function, .*; call it, and give list"),
+        ([nested(10_000)], r"task 0 of val_dataset is no JSON value: it is nested too deeply"),
         ({"train": [1], "test": [2]}, r"val_dataset is a dict of 'train', 'test'; give one of its values"),
         ((i for i in range(3)), r"val_dataset is a generator, which has no length or no order"),
         ({1, 2}, r"val_dataset is a set, which has no length or no order"),
