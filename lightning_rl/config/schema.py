@@ -759,6 +759,9 @@ class KlCtrl(Section, frozen=True):
     target_kl: Annotated[Above0, effect("adaptive: the distance per sampled token that it steers to")] = 0.1
 
 
+PENALTIES = frozenset({"kl_penalty", "overlong_penalty"})  # named rewards that training gives
+
+
 class AlgorithmSection(Section, frozen=True):
     """From rewards to advantages."""
 
@@ -837,6 +840,15 @@ class AlgorithmSection(Section, frozen=True):
     kl_penalty: Annotated[str, effect("the kind of that distance, as actor.kl_loss_type")] = "kl"
     kl_ctrl: KlCtrl = field(default_factory=KlCtrl)
     rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+
+    @property
+    def compared_rewards(self) -> dict[str, float]:
+        """The named rewards that gdpo compares and agents give, with their weights; none under other estimators."""
+        if self.adv_estimator != "gdpo":
+            return {}
+        names = self.gdpo_reward_keys or []
+        weights = self.gdpo_reward_weights or [1.0] * len(names)
+        return {name: weight for name, weight in zip(names, weights, strict=False) if name not in PENALTIES}
 
 
 class DistillationLossConfig(Section, frozen=True):

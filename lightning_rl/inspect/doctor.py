@@ -152,11 +152,13 @@ def _groups_without_variance(evidence: Evidence) -> Finding | None:
     share = _share(len(alike), len(groups)) or 0.0
     if share < MUCH or not evidence.settings.rewards_count:
         return None
+    same = all(map(_same_rewards, alike))
+    what = "rewards that are all the same" if same else "rollouts of which the estimator finds none better than another"
     return Finding(
         name="groups_without_variance",
         severity="stops learning" if share >= NEARLY_ALL else "slows learning",
         number=share,
-        told=f"{share:.0%} of {len(groups)} groups have rewards that are all the same: their advantages are 0",
+        told=f"{share:.0%} of {len(groups)} groups have {what}: their advantages do not differ",
         advice="take tasks that are solved sometimes, raise actor_rollout_ref.rollout.n or the temperature, or give "
         "finer rewards",
         steps=_steps(evidence),
@@ -422,18 +424,17 @@ def _stands_still(evidence: Evidence) -> Finding | None:
 
 
 def _unused_names(evidence: Evidence) -> Iterator[Finding]:
-    for name, weight in evidence.settings.weights.items():
-        if name not in evidence.reward_names and evidence.rollouts:
-            known = ", ".join(sorted(evidence.reward_names)) or "none at all"
+    settings, known = evidence.settings, evidence.reward_names
+    named = {"algorithm.credit.weights": settings.weights, "algorithm.gdpo_reward_keys": settings.compared}
+    for key, weights in named.items():
+        for name in weights.keys() - known if evidence.rollouts else ():
             yield Finding(
                 name=f"reward_never_given_{name}",
-                severity="slows learning"
-                if evidence.reward_names & evidence.settings.weights.keys()
-                else SEVERITIES[0],
-                number=weight,
-                told=f"algorithm.credit.weights has {name!r} (weight {weight:g}), and no rollout gave a reward of that "
-                f"name; given were {known}",
-                advice=f"emit_reward(..., name={name!r}) in the agent, or take the name out of the weights",
+                severity="slows learning" if known & weights.keys() else "stops learning",
+                number=weights[name],
+                told=f"{key} has {name!r} (weight {weights[name]:g}), and no rollout gave a reward of that name; given "
+                f"were {', '.join(sorted(known)) or 'none at all'}",
+                advice=f"emit_reward(..., name={name!r}) in the agent, or take the name out of {key}",
                 rollout=_newest_rollout(evidence),
             )
 
@@ -581,8 +582,13 @@ def _groups(evidence: Evidence) -> list[list[RolloutRecord]]:
 
 def _alike(group: Sequence[RolloutRecord]) -> bool:
     """Whether nothing in a group is better than anything else."""
-    same = len({rollout.reward for rollout in group}) == 1
-    return same and not any(call.advantage for rollout in group for call in rollout.calls.values())
+    if group[0].alike:
+        return True
+    return _same_rewards(group) and not any(call.advantage for rollout in group for call in rollout.calls.values())
+
+
+def _same_rewards(group: Sequence[RolloutRecord]) -> bool:
+    return len({rollout.reward for rollout in group}) == 1
 
 
 def _left_out(evidence: Evidence, reason: str) -> str | None:

@@ -65,6 +65,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The run's keys that decide how bad a finding is."""
 
     weights: Mapping[str, float] = {}
+    compared: Mapping[str, float] = {}
     bypass_mode: bool = False
     groups_of_one: str = "zero"
     rewards_count: bool = True
@@ -201,6 +202,7 @@ def settings_of(config: Config) -> RunSettings:
     """The keys of a run that findings depend on."""
     return RunSettings(
         weights=config.algorithm.credit.weights or {},
+        compared=config.algorithm.compared_rewards,
         bypass_mode=config.algorithm.rollout_correction.bypass_mode,
         groups_of_one=config.algorithm.groups_of_one,
         rewards_count=not config.distillation.without_rewards,

@@ -86,6 +86,7 @@ class RolloutPart:
     is why it is left out whole (None: it is not). Of its calls there are credits and estimates, under an estimator of
     tokens the advantage of each token, and its return where a critic is to learn it. `excluded` counts its tokens that
     are not trained, by reason; `calls_left_out` has the reason of calls that were read, and of which nothing is left.
+    `alike`: its group says nothing of which of its rollouts is better.
     """
 
     trajectory: Trajectory
@@ -95,6 +96,7 @@ class RolloutPart:
     kl_penalty: float = 0.0
     of_tokens: dict[str, Floats] = field(default_factory=dict)
     left_out: str | None = None
+    alike: bool = False
     credits: dict[str, Credit] = field(default_factory=dict)
     estimates: dict[str, Estimate] = field(default_factory=dict)
     tokens: dict[str, Floats] = field(default_factory=dict)
@@ -424,8 +426,9 @@ def _judge_groups(batch: StepBatch, rewarded: Sequence[RolloutPart], rules: Batc
                 parts[0].left_out = "group_of_one"
         elif compares and not any(map(_says_something, parts)):
             batch.groups_without_variance += 1
-            if rules.groups_without_variance == "drop":
-                for part in parts:
+            for part in parts:
+                part.alike = True
+                if rules.groups_without_variance == "drop":
                     part.left_out = "zero_variance"
 
 
@@ -516,6 +519,7 @@ def _record(part: RolloutPart, mini_batch: int | None, weight: float) -> Rollout
         rewards=trajectory.rewards.named,
         agent_failed=trajectory.agent_failed,
         left_out=part.left_out,
+        alike=part.alike,
         calls=calls,
         overlong_penalty=part.penalty,
         kl_penalty=part.kl_penalty,

@@ -260,6 +260,8 @@ class Collector:
             if policy.reward is not None and policy.reward != policy.name:
                 key = f"policies.{policy.name}.reward"
                 self._reporter.warnings.report_missing_reward(key, policy.reward, trajectories)
+            for name in policy.config.algorithm.compared_rewards:
+                self._reporter.warnings.report_missing_reward("algorithm.gdpo_reward_keys", name, trajectories)
         return trajectories
 
     def _of_this_step(self) -> Collected:

@@ -63,7 +63,12 @@ class Reporter:
         }
         self._findings = Findings(state.run_dir, config, earlier)
         count = any(not policy.config.distillation.without_rewards for policy in policies_of(config))
-        self.warnings = Problems(state.run_dir, max_tokens=config.data.max_tokens, rewards_count=count)
+        self.warnings = Problems(
+            state.run_dir,
+            max_tokens=config.data.max_tokens,
+            rewards_count=count,
+            summed=config.algorithm.credit.weights or (),
+        )
         if console:
             for line in first_lines(models):
                 print(line)

@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from lightning_rl.errors import Explained
@@ -38,12 +38,15 @@ _log = logging.getLogger(__name__)
 
 class Problems:
     """Warns of the rollouts of a run in `run_dir`, where the runners' logs are. `rewards_count`: whether it learns from
-    rewards."""
+    rewards. `summed` are the names that `algorithm.credit.weights` adds up, where it does."""
 
-    def __init__(self, run_dir: Path, *, max_tokens: int | None = None, rewards_count: bool = True) -> None:
+    def __init__(
+        self, run_dir: Path, *, max_tokens: int | None = None, rewards_count: bool = True, summed: Collection[str] = ()
+    ) -> None:
         self._run_dir = run_dir
         self._max_tokens = max_tokens
         self._rewards_count = rewards_count
+        self._summed = summed
         self._told: set[str] = set()
 
     def report(self, when: str, trajectories: Sequence[Trajectory]) -> None:
@@ -57,9 +60,9 @@ class Problems:
         """Warn where a key names a reward that none of the rollouts has whose agents did not fail."""
         given = [trajectory for trajectory in trajectories if not trajectory.agent_failed]
         there = {named for trajectory in given for named in trajectory.rewards.named}
-        if name == FINAL or name in there or key in self._told or not given:
+        if name == FINAL or name in there or f"{key}={name}" in self._told or not given:
             return
-        self._told.add(key)
+        self._told.add(f"{key}={name}")
         _log.warning(
             "%s=%s: none of %d rollouts has a reward of that name; there are %s",
             key,
@@ -92,7 +95,7 @@ class Problems:
 
     def _check_successes(self, when: str, trajectories: Sequence[Trajectory]) -> None:
         if self._rewards_count and all(trajectory.agent_failed for trajectory in trajectories):
-            what = f"ended without a reward: {_NO_REWARD}"
+            what = self._no_reward(trajectories)
         elif not any(trajectory.calls for trajectory in trajectories):
             what = f"made no call to the model: {self._no_call(trajectories[0])}"
         else:
@@ -100,6 +103,15 @@ class Problems:
         raise AllFailed(
             f"{when}: all {len(trajectories)} rollouts {what}\n\nMend the agent and begin a new run; to go on without "
             "them, set trainer.all_failed=go_on"
+        )
+
+    def _no_reward(self, trajectories: Sequence[Trajectory]) -> str:
+        given = {name for trajectory in trajectories for name in trajectory.rewards.named}
+        if not self._summed or not given:
+            return f"ended without a reward: {_NO_REWARD}"
+        return (
+            f"gave none of the rewards that algorithm.credit.weights adds up ({', '.join(sorted(self._summed))}); "
+            f"given were {', '.join(sorted(given))}: give those that it names, or name these"
         )
 
     def _no_call(self, trajectory: Trajectory) -> str:
@@ -136,7 +148,7 @@ class Problems:
                 text = f"failed in the agent and count as algorithm.agent_failure says: {what} ({logs})"
             found.append((re.sub(r"[0-9a-f]{8,}|\d+", "#", what), text))
         elif trajectory.agent_failed and self._rewards_count:
-            found.append(("no reward", f"ended without a reward: {_NO_REWARD}"))
+            found.append(("no reward", self._no_reward([trajectory])))
         if trajectory.lost_rewards:
             text = "gave rewards to calls that they did not make, which are lost: pass the id of the answer as call_id"
             found.append(("lost rewards", text))

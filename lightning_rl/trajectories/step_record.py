@@ -54,7 +54,8 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout of the step. `reward` is the one it counted with, None where it had none. `left_out` is why the whole
-    rollout took no part: those that were rolled out and not trained are recorded, too.
+    rollout took no part: those that were rolled out and not trained are recorded, too. `alike`: the advantages of its
+    group were all 0, before any whitening.
     `overlong_penalty` and `kl_penalty`, for the distance from the reference, are in it. `rewards` are those it was
     given, by name; `calls` are in order of arrival."""
 
@@ -64,6 +65,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     rewards: dict[str, float] = {}
     agent_failed: bool = False
     left_out: str | None = None
+    alike: bool = False
     calls: dict[str, CallRecord] = {}
     overlong_penalty: float = 0.0
     kl_penalty: float = 0.0

@@ -102,6 +102,13 @@ SILENT = msgspec.structs.replace(TALK[0], logprobs=None)
 ANEW = [say(number, "a " * number, "b") for number in (1, 2, 3)]
 EDITED = {number: {semconv.FORK_CAUSE: ForkCause.EDITED_TEXT.value} for number in (2, 3)}
 CUT = say(1, "a", "b", finish_reason="length")
+GDPO = {
+    "algorithm": {
+        "adv_estimator": "gdpo",
+        "gdpo_reward_keys": ["reward", "tone", "kl_penalty"],
+        "gdpo_reward_weights": [1.0, 2.0, 1.0],
+    }
+}
 WEIGHTS = {"algorithm": {"credit": {"weights": {"reward": 1.0, "tone": 0.5}}}}
 
 # What is wrong with the run; the finding, how bad, and its number.
@@ -110,6 +117,11 @@ SICK: list[tuple[dict[str, Any], str, str, float]] = [
     (
         {"steps": steps_of(*[([1.0, 1.0], 0.0)] * 2, *[([0.0, 1.0], 1.0)] * 2)},
         "groups_without_variance", "slows learning", 0.5,
+    ),
+    # Whitened, or compared by other rewards than the one that counts.
+    (
+        {"steps": [step_of(1, *(msgspec.structs.replace(one, alike=True) for one in group(1, 0, [0.0, 1.0], 0.5)))]},
+        "groups_without_variance", "stops learning", 1.0,
     ),
     ({"steps": steps_of(*[([1.0, None], 0.0)] * 4)}, "groups_of_one", "stops learning", 1.0),
     (
@@ -169,6 +181,7 @@ SICK: list[tuple[dict[str, Any], str, str, float]] = [
         {"config": {"algorithm": {"credit": {"weights": {"tone": 0.5}}}}},
         "reward_never_given_tone", "stops learning", 0.5,
     ),
+    ({"config": GDPO}, "reward_never_given_tone", "slows learning", 2.0),
 ]  # fmt: skip
 
 # What looks like it and is not.

@@ -139,8 +139,17 @@ def test_a_group_without_variance(policy: str, left_out: dict[str, int]) -> None
     differ = [rollout(name, make_call(0, None), reward=float(name == "c"), group="h") for name in "cd"]
     batch = build([*same, *differ], BatchRules(groups_without_variance=policy))
     assert excluded(batch) == left_out
+    assert [part.alike for part in batch.parts] == [True, True, False, False]
     assert (batch.groups_without_variance, batch.groups_of_one) == (1, 0)
     assert batch.metrics()["rollouts/groups_without_variance"] == 1.0
+
+
+def test_a_group_is_alike_where_whitening_moves_its_advantages_and_where_what_is_compared_is_not_given() -> None:
+    same = [rollout(name, make_call(0, None), reward=0.0) for name in "ab"]
+    differ = [rollout(name, make_call(0, None), reward=float(name == "c"), group="h") for name in "cd"]
+    for name, alike in (("reinforce_plus_plus_baseline", [True, True, False, False]), ("gdpo", [True] * 4)):
+        batch = build([*same, *differ], BatchRules(estimator=ESTIMATORS[name], reward_weights={"typo": 1.0}))
+        assert [part.alike for part in batch.parts] == alike
 
 
 def test_a_group_of_like_rewards_says_something_where_none_is_compared_with() -> None:

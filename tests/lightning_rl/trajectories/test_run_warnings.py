@@ -1,5 +1,6 @@
 """What went wrong is told once per kind, with how often, what, and what to do."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -167,9 +168,23 @@ def test_a_reward_that_a_key_names_and_nobody_gives_is_told_once(
     for name in ("reward", "polite", "acc", "acc"):
         problems.report_missing_reward(METRIC, name, given)
     problems.report_missing_reward("policies.white.reward", "polite", given)
+    problems.report_missing_reward(METRIC, "prec", given)
     assert told(caplog) == [
-        "algorithm.filter_groups.metric=acc: none of 2 rollouts has a reward of that name; there are polite, reward"
+        f"algorithm.filter_groups.metric={name}: none of 2 rollouts has a reward of that name; there are polite, reward"
+        for name in ("acc", "prec")
     ]
+
+
+def test_rewards_that_the_weights_do_not_name_are_told_with_them(caplog: pytest.LogCaptureFixture) -> None:
+    problems = Problems(Path("/run"), summed={"nosuch": 1.0})
+    given = [trajectory(agent_failed=True, reward=0.0, rewards=Rewards(named={"reward": 1.0, "short": 0.5}))]
+    problems.report("step 1", given)
+    words = r"algorithm.credit.weights adds up \(nosuch\); given were reward, short"
+    assert re.search(f"1 of 1 rollouts gave none of the rewards that {words}", told(caplog)[0])
+    with pytest.raises(AllFailed, match=f"all 1 rollouts gave none of the rewards that {words}"):
+        problems.check("step 1", given)
+    with pytest.raises(AllFailed, match="ended without a reward: return a number"):
+        problems.check("step 1", [trajectory(agent_failed=True, rewards=Rewards())])
 
 
 def test_where_rewards_count_nothing_none_is_missed(caplog: pytest.LogCaptureFixture) -> None:
