@@ -7,6 +7,7 @@ cannot honour is an error that names the key and what would do.
 import difflib
 import functools
 import logging
+import math
 import re
 import threading
 import warnings
@@ -373,6 +374,7 @@ def _nearest(name: str, valid: frozenset[str]) -> str:
 
 
 def _checked(merged: Any, schema: type[C]) -> C:
+    _refuse_endless(merged, "")
     try:
         return msgspec.convert(merged, schema)
     except msgspec.ValidationError as error:
@@ -383,6 +385,15 @@ def _checked(merged: Any, schema: type[C]) -> C:
         told = f"a name in {place} of {sorted(value)}" if found["names"] else f"config key {place}"
         given = "" if found["names"] else f" is {value!r:.{_LONGEST_VALUE}}"
         raise ConfigError(f"{told}{given}: {what[0].lower()}{what[1:]}{_choices(schema, place)}") from error
+
+
+def _refuse_endless(value: Any, name: str) -> None:
+    """Raises ConfigError for NaN and infinities, which no key has a use for, and which a file cannot keep."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"config key {name} is {value}: give a finite number")
+    entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in entries:
+        _refuse_endless(inner, f"{name}.{key}" if name else str(key))
 
 
 def _at(merged: Any, place: str) -> Any:

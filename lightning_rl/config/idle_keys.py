@@ -70,6 +70,25 @@ _WITH_CRITIC = (
     ),
     _Need(("critic.value_coef",), "critic.shared_trunk=true", lambda config: config.critic.shared_trunk),
 )
+_CREDITS_OF_GAMMA = ("discounted", "return_to_go", "step_groups")
+_SPREAD_OF_GROUPS = ("grpo", "grpo_vectorized", "grpo_passk", "gdpo")
+_WITHOUT_CLIP = ("gpg", "sapo", "kl_cov", "dro", "reinforce")
+_OF_NAMED_ESTIMATORS = (  # one of the user's own may read them
+    _Need(
+        ("algorithm.gamma",),
+        "algorithm.credit.strategy=discounted, return_to_go or step_groups, or algorithm.adv_estimator=gae or "
+        "reinforce_plus_plus",
+        lambda config: (
+            config.algorithm.adv_estimator in ("gae", "reinforce_plus_plus")
+            or (config.algorithm.credit.function is None and config.algorithm.credit.strategy in _CREDITS_OF_GAMMA)
+        ),
+    ),
+    _Need(
+        ("algorithm.norm_adv_by_std_in_grpo",),
+        f"algorithm.adv_estimator={', '.join(_SPREAD_OF_GROUPS)}",
+        lambda config: config.algorithm.adv_estimator in _SPREAD_OF_GROUPS,
+    ),
+)
 _NEEDS = (
     *_of_schedule("actor_rollout_ref.actor.optim"),
     *_of_schedule("critic.optim"),
@@ -134,6 +153,31 @@ _NEEDS = (
         lambda config: config.algorithm.use_kl_in_reward,
     ),
     _Need(
+        ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+        "algorithm.kl_ctrl.type=adaptive",
+        lambda config: not config.algorithm.use_kl_in_reward or config.algorithm.kl_ctrl.type == "adaptive",
+    ),
+    _Need(
+        (f"{_ACTOR}clip_ratio", f"{_ACTOR}clip_ratio_c"),
+        f"a loss that clips: {_LOSS}loss_mode is none of {', '.join(_WITHOUT_CLIP)}",
+        lambda config: config.loss_mode not in _WITHOUT_CLIP,
+    ),
+    _Need(
+        ("algorithm.credit.step_weight",),
+        "algorithm.credit.strategy=step_groups",
+        lambda config: config.algorithm.credit.strategy == "step_groups",
+    ),
+    _Need(
+        ("algorithm.rollout_correction.loss_type",),
+        "algorithm.rollout_correction.bypass_mode=true and the loss vanilla",
+        lambda config: config.loss_by_sampler,
+    ),
+    _Need(
+        ("algorithm.rollout_correction.rollout_is_threshold",),
+        "algorithm.rollout_correction.rollout_is (auto is null under trainer.schedule=sync and in bypass_mode)",
+        lambda config: config.rollout_is is not None,
+    ),
+    _Need(
         ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
         "algorithm.adv_estimator=gdpo",
         lambda config: config.algorithm.adv_estimator == "gdpo",
@@ -177,11 +221,12 @@ _NEEDS = (
 )
 
 
-def idle_beside_others(config: Config, *, with_critic: bool) -> Iterator[str]:
+def idle_beside_others(config: Config, *, with_critic: bool, own_estimator: bool = False) -> Iterator[str]:
     """What is to be said of keys that have other values than their defaults, and are not read. `with_critic`: whether a
-    critic is trained."""
+    critic is trained; `own_estimator`: whether advantages are made by a function of the user's."""
     given = sorted(given_keys(config))
-    for need in (*_NEEDS, *(_WITH_CRITIC if with_critic else [_WITHOUT_CRITIC])):
+    of_critic = _WITH_CRITIC if with_critic else (_WITHOUT_CRITIC,)
+    for need in (*_NEEDS, *of_critic, *(() if own_estimator else _OF_NAMED_ESTIMATORS)):
         groups = tuple(name for name in need.names if name.endswith("."))
         idle = [name for name in given if name in need.names or name.startswith(groups)]
         if idle and not need.is_met(config):

@@ -19,6 +19,7 @@ Share = Annotated[float, Meta(ge=0, le=1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Above0 = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
+Seed = Annotated[int, Meta(ge=0, le=2**53)]
 Files = str | list[str] | None
 PolicyName = Annotated[str, Meta(pattern=r"^[A-Za-z][A-Za-z0-9_]{0,63}$")]
 Host = Annotated[str, Meta(pattern=r"^([A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$")]
@@ -76,7 +77,7 @@ class Data(Section, frozen=True):
     ] = -1
     val_max_samples: Annotated[Annotated[int, Meta(ge=-1)], effect("the same of the validation tasks")] = -1
     shuffle: Annotated[bool, effect("another order of tasks every epoch")] = True
-    seed: Annotated[int, effect("order of tasks and seeds of sampling")] = 0
+    seed: Annotated[Seed, effect("order of tasks and seeds of sampling")] = 0
 
     @property
     def max_tokens(self) -> int:
@@ -1444,6 +1445,26 @@ class Config(Section, frozen=True):
         ),
     ] = None
     sandbox: SandboxSection = field(default_factory=SandboxSection)
+
+    @property
+    def loss_by_sampler(self) -> bool:
+        """Whether `rollout_correction.loss_type` names the loss."""
+        mode = self.actor_rollout_ref.actor.policy_loss.loss_mode
+        return mode == "bypass_mode" or (self.algorithm.rollout_correction.bypass_mode and mode == "vanilla")
+
+    @property
+    def loss_mode(self) -> str:
+        """The name of the loss that is trained (`rl.losses.LOSSES`)."""
+        correction = self.algorithm.rollout_correction
+        return correction.loss_type if self.loss_by_sampler else self.actor_rollout_ref.actor.policy_loss.loss_mode
+
+    @property
+    def rollout_is(self) -> Literal["token", "sequence", "geometric"] | None:
+        """What importance weights are made of, `auto` resolved by the schedule; None: there are none."""
+        correction = self.algorithm.rollout_correction
+        if correction.rollout_is == "auto":
+            return "token" if self.trainer.schedule != "sync" and not correction.bypass_mode else None
+        return correction.rollout_is
 
 
 class TrainConfig(Config, frozen=True):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 from msgspec.structs import replace
@@ -39,7 +39,7 @@ from lightning_rl.ppo.privileged import Privileged
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.rl import distillation
-from lightning_rl.rl.advantages import Estimator, OfOutcomes, OfTokens
+from lightning_rl.rl.advantages import ESTIMATORS, Estimator, OfOutcomes, OfTokens
 from lightning_rl.rl.baselines import OutcomeEstimator
 from lightning_rl.rl.correction import CorrectionRules
 from lightning_rl.rl.distillation import DistillationOptions
@@ -164,7 +164,10 @@ def check(config: Config, estimator: Estimator | OutcomeEstimator) -> None:
 
 def keys_left_unread(config: Config, estimator: Estimator | OutcomeEstimator) -> Iterable[str]:
     """What is to be said of keys that are given and not read; of several policies nothing: each reads its own."""
-    return () if config.policies else idle_beside_others(config, with_critic=needs_critic(config, estimator))
+    if config.policies:
+        return ()
+    own = estimator is not ESTIMATORS[config.algorithm.adv_estimator]
+    return idle_beside_others(config, with_critic=needs_critic(config, estimator), own_estimator=own)
 
 
 def check_spans(config: Config, *, sees: bool) -> None:
@@ -264,13 +267,6 @@ def uncorrected(config: Config) -> str | None:
         f"trainer.schedule={config.trainer.schedule} trains what older weights have sampled, and nothing corrects for "
         "that: algorithm.rollout_correction.rollout_is is null; set it to auto"
     )
-
-
-def _rollout_is(config: Config) -> Literal["token", "sequence", "geometric"] | None:
-    section = config.algorithm.rollout_correction
-    if section.rollout_is == "auto":
-        return "token" if config.trainer.schedule != "sync" and not section.bypass_mode else None
-    return section.rollout_is
 
 
 def _frees_memory(config: Config) -> bool:
@@ -502,7 +498,7 @@ def rules(
 def ratio_rules(config: Config) -> CorrectionRules:
     """How a batch is corrected for its sampler."""
     return rollout_correction.rules_of(
-        msgspec.structs.replace(config.algorithm.rollout_correction, rollout_is=_rollout_is(config)),
+        msgspec.structs.replace(config.algorithm.rollout_correction, rollout_is=config.rollout_is),
         overlong=config.data.overlong,
         loss_mode=config.actor_rollout_ref.actor.policy_loss.loss_mode,
     )
@@ -515,9 +511,8 @@ def actor_config(config: Config, training_steps: int) -> ActorConfig:
     dynamic = rows is None if actor.use_dynamic_bsz is None else actor.use_dynamic_bsz
     loss, sampler = actor.policy_loss, config.algorithm.rollout_correction
     updates = max(min(1, training_steps), training_steps - config.trainer.critic_warmup)
-    by_sampler = loss.loss_mode == "bypass_mode" or (sampler.bypass_mode and loss.loss_mode == "vanilla")
     return ActorConfig(
-        loss_mode=sampler.loss_type if by_sampler else loss.loss_mode,
+        loss_mode=config.loss_mode,
         clip_cov_ratio=loss.clip_cov_ratio,
         clip_cov_lb=loss.clip_cov_lb,
         clip_cov_ub=loss.clip_cov_ub,
@@ -526,7 +521,7 @@ def actor_config(config: Config, training_steps: int) -> ActorConfig:
         dro_beta=loss.dro_beta,
         tau_pos=actor.tau_pos,
         tau_neg=actor.tau_neg,
-        rollout_is=_rollout_is(config),
+        rollout_is=config.rollout_is,
         rollout_is_threshold=sampler.rollout_is_threshold,
         rollout_is_batch_normalize=sampler.rollout_is_batch_normalize,
         kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,

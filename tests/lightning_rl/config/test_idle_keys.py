@@ -6,10 +6,18 @@ import pytest
 
 import lightning_rl as lrl
 from lightning_rl.config import compose, keys
-from lightning_rl.config.idle_keys import _NEEDS, _WITH_CRITIC, _WITHOUT_CRITIC, idle_beside_others
+from lightning_rl.config.idle_keys import (
+    _NEEDS,
+    _OF_NAMED_ESTIMATORS,
+    _WITH_CRITIC,
+    _WITHOUT_CRITIC,
+    idle_beside_others,
+)
 from lightning_rl.config.schema import Config
 from lightning_rl.config.verl_keys import DEFAULTS
+from lightning_rl.rl.advantages import ESTIMATORS
 
+CORRECTION = "algorithm.rollout_correction."
 ACTOR, MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
 LOSS, GAE = "distillation.distillation_loss.", "algorithm.adv_estimator=gae"
 DISTILLED = ["distillation.enabled=true", "distillation.teacher_models.big.model_path=x"]
@@ -61,6 +69,34 @@ DISTILLED = ["distillation.enabled=true", "distillation.teacher_models.big.model
             [r"\.topk: .*loss_mode=forward_kl_tail", r"log_prob_min_clamp: .*loss_mode=forward_kl_topk"],
         ),
         ([*DISTILLED, f"{LOSS}topk=8", f"{LOSS}loss_mode=jsd_tail", f"{LOSS}use_policy_gradient=false"], []),
+        (["algorithm.gamma=0.9"], [r"algorithm\.gamma: no effect without algorithm\.credit\.strategy=discounted"]),
+        (["algorithm.gamma=0.9", "algorithm.credit.strategy=return_to_go"], []),
+        (["algorithm.gamma=0.9", "algorithm.adv_estimator=reinforce_plus_plus"], []),
+        (["algorithm.norm_adv_by_std_in_grpo=false"], []),
+        (
+            ["algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_estimator=rloo"],
+            ["norm_adv_by_std_in_grpo: no effect without algorithm.adv_estimator=grpo"],
+        ),
+        (["algorithm.credit.step_weight=2"], ["step_weight: no effect without .*strategy=step_groups"]),
+        (["algorithm.credit.step_weight=2", "algorithm.credit.strategy=step_groups"], []),
+        ([f"{ACTOR}clip_ratio=0.1", f"{ACTOR}clip_ratio_c=9"], []),
+        (
+            [f"{ACTOR}clip_ratio=0.1", f"{ACTOR}clip_ratio_c=9", f"{ACTOR}policy_loss.loss_mode=gpg"],
+            ["clip_ratio, .*clip_ratio_c: no effect without a loss that clips"],
+        ),
+        (
+            [f"{ACTOR}clip_ratio=0.1", f"{CORRECTION}bypass_mode=true", f"{CORRECTION}loss_type=reinforce"],
+            ["clip_ratio: no effect without a loss that clips"],
+        ),
+        ([f"{CORRECTION}loss_type=reinforce"], ["loss_type: no effect without .*bypass_mode=true"]),
+        ([f"{CORRECTION}rollout_is_threshold=3"], [r"rollout_is_threshold: no effect without .*rollout_is "]),
+        ([f"{CORRECTION}rollout_is_threshold=3", "trainer.schedule=async"], []),
+        ([f"{CORRECTION}rollout_is_threshold=3", f"{CORRECTION}rollout_is=sequence"], []),
+        (
+            ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.horizon=9"],
+            [r"kl_ctrl\.horizon: no effect without algorithm\.kl_ctrl\.type=adaptive"],
+        ),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.horizon=9", "algorithm.kl_ctrl.type=adaptive"], []),
         (
             ["reward.overlong_buffer.len=8"],
             [r"overlong_buffer\.len: no effect without reward\.overlong_buffer\.enable"],
@@ -82,6 +118,14 @@ def test_a_run_tells_of_them_once_and_of_several_policies_none_does(caplog: pyte
     assert len(caplog.messages) == 1
 
 
+def test_an_estimator_of_the_users_own_may_read_what_others_read(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"algorithm": {"gamma": 0.9, "norm_adv_by_std_in_grpo": False}}
+    lrl.PPO(given, estimator=lambda outcomes, settings: ESTIMATORS["grpo"].function(outcomes, settings))
+    assert caplog.messages == []
+    lrl.PPO(given)
+    assert ["algorithm.gamma" in text for text in caplog.messages] == [True]
+
+
 def test_verls_defaults_are_not_told_of() -> None:
     """Who starts a script of verl's has not written them."""
     for with_critic in (True, False):
@@ -90,6 +134,6 @@ def test_verls_defaults_are_not_told_of() -> None:
 
 def test_all_names_are_keys() -> None:
     names = {key.name for key in keys(Config)}
-    for need in (*_NEEDS, *_WITH_CRITIC, _WITHOUT_CRITIC):
+    for need in (*_NEEDS, *_OF_NAMED_ESTIMATORS, *_WITH_CRITIC, _WITHOUT_CRITIC):
         for name in need.names:
             assert name in names or (name.endswith(".") and any(key.startswith(name) for key in names)), name
