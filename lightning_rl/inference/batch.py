@@ -107,6 +107,11 @@ class Sequence:
         if not self.starts or self.starts[-1][0] != version:
             self.starts.append((version, generated))
 
+    @property
+    def version(self) -> int:
+        """That of the weights which sample it now."""
+        return self.starts[-1][0]
+
     def spans(self, generated: int) -> list[VersionSpan]:
         ends = [start for _, start in self.starts[1:]] + [generated]
         pairs = zip(self.starts, ends, strict=True) if self.starts else ()

@@ -24,7 +24,7 @@ from lightning_rl.inference.batch import Sequence, picture_of
 from lightning_rl.inference.cache import Prefixes
 from lightning_rl.inference.continuous_batch import ContinuousBatch, Step
 from lightning_rl.inference.policy import Policy
-from lightning_rl.inference.sampler import Sampled, stream_key
+from lightning_rl.inference.sampler import stream_key
 from lightning_rl.inference.scheduler import Scheduler
 from lightning_rl.inference.sequence import Event, Failure, GenerationRequest, Output, Token
 from lightning_rl.inference.weights.stream import BUCKET_BYTES, WeightStream, buckets
@@ -76,21 +76,26 @@ class _Outboxes:
             self._by_id.update(dict.fromkeys(request_ids, outbox))
             self._streamed.update(request_ids if stream else ())
 
-    def tokens(self, sequences: list[Sequence], sampled: Sampled) -> None:
-        """A token of each was sampled."""
+    def take(self, step: Step) -> None:
+        """A token of each was sampled, the last one of those that ended: both are told at once."""
         with self._lock:
-            if not self._streamed:
-                return
-            for sequence, *token in zip(sequences, *(column.tolist() for column in sampled), strict=True):
-                if sequence.request_id in self._streamed:
-                    events = self._events.setdefault(self._by_id[sequence.request_id], [])
-                    events.append(Token(sequence.request_id, *token))
+            if self._streamed:
+                columns = (column.tolist() for column in step.sampled)
+                for sequence, token_id, logprob, rank in zip(step.sequences, *columns, strict=True):
+                    if sequence.request_id in self._streamed:
+                        events = self._events.setdefault(self._by_id[sequence.request_id], [])
+                        events.append(Token(sequence.request_id, token_id, logprob, rank, sequence.version))
+            for output in step.ended:
+                self._end(output)
 
     def end(self, event: Output | Failure) -> None:
         """A request is in flight no longer."""
         with self._lock:
-            self._streamed.discard(event.request_id)
-            self._events.setdefault(self._by_id.pop(event.request_id), []).append(event)
+            self._end(event)
+
+    def _end(self, event: Output | Failure) -> None:
+        self._streamed.discard(event.request_id)
+        self._events.setdefault(self._by_id.pop(event.request_id), []).append(event)
 
     def fail(self, error: Exception) -> None:
         """So does every request that is left."""
@@ -322,9 +327,9 @@ class _Threads:
     def _report(self, number: int, step: Step) -> None:
         """Leave what a step gave for those who asked."""
         with self._changed:
-            self._outboxes.tokens(step.sequences, step.sampled)
+            self._outboxes.take(step)
             for output in step.ended:
-                self._end(number, output)
+                self._scheduler.leave(number, self._sequences.pop(output.request_id))
             self._scheduler.read(step.sequences)
             if self._scheduler.waiting:  # there may be room for them now
                 self._changed.notify_all()

@@ -68,12 +68,14 @@ class VersionSpan(msgspec.Struct, frozen=True):
 
 
 class Token(NamedTuple):
-    """One sampled token as it is made: natural-log probability, and rank (1 is the likeliest)."""
+    """One sampled token as it is made: natural-log probability, rank (1 is the likeliest), and the policy version of
+    the weights."""
 
     request_id: str
     token_id: int
     logprob: float
     rank: int
+    version: int
 
 
 class Output(msgspec.Struct, frozen=True, kw_only=True):

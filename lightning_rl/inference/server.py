@@ -36,11 +36,14 @@ class _GenerateCall:
         self.done: asyncio.Future[list[Output]] = asyncio.get_running_loop().create_future()
         self.chunks: asyncio.Queue[wire.GenerateResponse | None] = asyncio.Queue()
         self._held: dict[int, wire.WireChoice] = {}
+        self._versions: dict[int, int] = {}
 
     def take(self, index: int, event: Event) -> None:
         if isinstance(event, Token):
             self._release(index)
-            self._held[index] = wire.piece(index, event, logprobs=self.logprobs)
+            tells_version = self._versions.get(index) != event.version
+            self._held[index] = wire.piece(index, event, logprobs=self.logprobs, tells_version=tells_version)
+            self._versions[index] = event.version
         elif isinstance(event, Output):
             if self.stream:
                 empty = wire.WireChoice(index, [], None)
@@ -52,8 +55,12 @@ class _GenerateCall:
             self.done.set_exception(event.error)
             self.chunks.put_nowait(None)
 
+    def release(self) -> None:
+        """Send what a step has given: an answer that ended with it has ended by now."""
+        for index in list(self._held):
+            self._release(index)
+
     def _release(self, index: int) -> None:
-        """Send the held token: the last one is held until it is known to be the last."""
         if held := self._held.pop(index, None):
             self.chunks.put_nowait(wire.GenerateResponse(self.request_id, [held]))
 
@@ -147,10 +154,14 @@ class EngineServer:
     # The server's thread.
 
     def _dispatch(self, events: list[Event]) -> None:
+        told = []
         for event in events:
             request_id, _, index = event.request_id.rpartition("/")
             if call := self._calls.get(request_id):
                 call.take(int(index), event)
+                told.append(call)
+        for call in told:
+            call.release()
 
     def _forget_loop(self) -> None:
         with self._loop_lock:

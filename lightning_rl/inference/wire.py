@@ -165,10 +165,13 @@ def engine_requests(body: GenerateRequest, request_id: str, adapter: int = 0) ->
     ]
 
 
-def piece(index: int, token: Token, *, logprobs: bool) -> WireChoice:
-    """One token of a stream."""
+def piece(index: int, token: Token, *, logprobs: bool, tells_version: bool) -> WireChoice:
+    """One token of a stream. vLLM's pieces tell no versions; these may, so that those who leave before the end know."""
     content = [WireLogprob(token.token_id, token.logprob, token.rank)]
-    return WireChoice(index, [token.token_id], Logprobs(content) if logprobs else None)
+    made = WireChoice(index, [token.token_id], Logprobs(content) if logprobs else None)
+    if tells_version:
+        made.weight_versions = [Version(str(token.version), 0, 1)]
+    return made
 
 
 def choice(index: int, output: Output, *, logprobs: bool) -> WireChoice:

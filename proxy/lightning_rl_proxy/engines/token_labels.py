@@ -34,15 +34,16 @@ class Labels:
     def ranges(self, labelled: Sequence[Labelled] | None, version: int, sampled: int) -> list[VersionRange]:
         """Who sampled which of the `sampled` tokens; `version` is believed of a server that does not say."""
         if labelled:
-            return [VersionRange(self._number(v.version), v.start, v.end) for v in labelled if v.end > v.start]
+            return [VersionRange(self.number(v.version), v.start, v.end) for v in labelled if v.end > v.start]
         return [VersionRange(version, 0, sampled)] if sampled else []
 
     def fingerprint_of(self, label: str | int | None) -> int:
         """The version behind the label that the server says it has: not the one told, if it was started anew."""
-        self.told = self._number(label)
+        self.told = self.number(label)
         return self.told
 
-    def _number(self, label: str | int | None) -> int:
+    def number(self, label: str | int | None) -> int:
+        """The version that a label says."""
         text = str(label).removeprefix("v")
         return int(text) if text.isdecimal() else self._registered
 

@@ -174,7 +174,7 @@ class TokenEngine:
                 yield _tokens(choice, version)
                 yield self._finish(choice, len(choice.token_ids), version)
                 return
-            sampled = 0
+            sampled, told = 0, version
             read = not request.media
             async for event, choice in _choices(response):
                 if not read:  # the first event tells
@@ -182,7 +182,9 @@ class TokenEngine:
                     read = True
                 if choice.token_ids:
                     sampled += len(choice.token_ids)
-                    yield _tokens(choice, version)
+                    if choice.finish_reason is None and choice.weight_versions:  # the embedded engine's, as they change
+                        told = self._labels.number(choice.weight_versions[-1].version)
+                    yield _tokens(choice, told)
                 if choice.finish_reason is not None:
                     yield self._finish(choice, sampled, version)
                     return

@@ -115,8 +115,38 @@ def test_a_stream_has_one_chunk_per_token_then_usage_then_done(server, n):
         content = [entry for piece in mine for entry in piece["logprobs"]["content"]]
         assert [entry["token_id"] for entry in content] == want["token_ids"]
         assert [piece["finish_reason"] for piece in mine] == [None] * 7 + ["length"]
-        assert [piece["weight_versions"] for piece in mine[:-1]] == [None] * 7
+        own = [{"version": "0", "start": 0, "end": 1}]
+        assert [piece["weight_versions"] for piece in mine[:-1]] == [own] + [None] * 6
         assert mine[-1]["weight_versions"] == want["weight_versions"]
+
+
+def test_a_piece_is_sent_as_its_token_is_there_and_tells_of_other_weights():
+    with EmbeddedEngine(make("qwen2"), max_num_seqs=4) as engine, EngineServer(engine) as server:
+        engine.pause("keep")
+        connection, response = open_stream(server, "s", max_tokens=40, logprobs=0, seed=1)
+        steps, go_on, step = [], threading.Event(), engine._threads.batches[0].step
+
+        def one_step(rows):
+            steps.append(rows)
+            assert len(steps) < 2 or go_on.wait(TIMEOUT)
+            return step(rows)
+
+        engine._threads.batches[0].step = one_step
+        engine.resume()
+        pieces = (json.loads(line[6:]) for line in response if line.startswith(b"data: {"))
+        first, second = (next(pieces)["choices"][0] for _ in range(2))  # while there is no third
+        update = threading.Thread(target=engine.update_weights, args=(reference("qwen2"), 7))
+        update.start()
+        while not engine._threads.orders:
+            pass
+        go_on.set()
+        update.join()
+        spans = [versions for piece in pieces for one in piece["choices"] if (versions := one["weight_versions"])]
+        connection.close()
+    own = [{"version": "0", "start": 0, "end": 1}]
+    assert (first["weight_versions"], second["weight_versions"]) == (own, None)
+    assert spans[0] == [{"version": "7", "start": 0, "end": 1}]
+    assert [(span["version"], span["end"]) for span in spans[-1]] == [("0", 3), ("7", 40)]
 
 
 @pytest.mark.parametrize(

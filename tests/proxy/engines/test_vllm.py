@@ -158,6 +158,19 @@ def test_an_error_within_a_stream_is_what_its_code_says(wire: Wire) -> None:
         with_client(wire, stream)
 
 
+def test_a_piece_that_tells_its_version_tells_that_of_those_behind_it_too(wire: Wire) -> None:
+    """So tokens that were sampled before an update, and are read after it, have the version that sampled them."""
+    told = [{"weight_versions": [{"version": "1", "start": 0, "end": 1}]}, {}, {}]
+    told[2] = {"weight_versions": [{"version": "2", "start": 0, "end": 1}]}
+    pieces = [{"choices": [{"token_ids": [n], **more}]} for n, more in enumerate(told)]
+    wire.answer = b"".join(b"data: %b\n\n" % json.dumps(piece).encode() for piece in pieces)
+
+    async def stream(engine: TokenEngine) -> list[EngineTokens | EngineFinish]:
+        return [part async for part in engine.generate(TokenRequest([5], Sampling(), "r", stream=True))]
+
+    assert with_client(wire, stream) == [EngineTokens([n], None, version) for n, version in enumerate([1, 1, 2])]
+
+
 def test_the_end_of_text_that_vllm_does_not_name_is_the_last_token(wire: Wire) -> None:
     *_, finish = sample(wire)
     assert isinstance(finish, EngineFinish)
