@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from lightning_rl.config.schema import Config
+from lightning_rl.inference.vllm.command import MOST_VERSIONS
 from lightning_rl.memory.gpus import GIB, Gpu
 from lightning_rl.ppo.local_workers import FORMATS
 from lightning_rl.ppo.resolved_config import versions_at_once
@@ -51,7 +52,8 @@ def vllm_engine(
         return None
     parallel = rollout.tensor_model_parallel_size
     return VllmMemory(
-        weights=(parameters // parallel + adapter * versions_at_once(config)) * sampled_dtype(config).itemsize,
+        weights=(parameters // parallel + adapter * min(versions_at_once(config), MOST_VERSIONS))
+        * sampled_dtype(config).itemsize,
         share=int(rollout.gpu_memory_utilization * gpu.memory),
         per_token=cache_bytes(config, model) // min(parallel, _heads(model.get_text_config())),
         asleep=ASLEEP if sleeps else None,

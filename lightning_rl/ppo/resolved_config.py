@@ -254,8 +254,8 @@ def schedule(config: Config) -> Schedule | None:
 
 def versions_at_once(config: Config) -> int:
     """How many versions of the policy may be sampled at once, at most: an answer ends with the one it began with."""
-    trainer = config.trainer
-    return 4 if trainer.schedule == "async" and trainer.max_off_policy_threshold != 0 else 2
+    off_policy = schedule(config)
+    return 2 if off_policy is None else max(2, off_policy.threshold + 1)
 
 
 def uncorrected(config: Config) -> str | None:

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -13,6 +13,7 @@ PLUGIN = Path(__file__).parent / "plugin"
 _BACKENDS = {"file": "lightning_rl_file"}  # as the plugin registers it; others are vLLM's own
 _CPU_CACHE_GIB = "1"
 _LEAST_BATCHED_TOKENS = 2048
+MOST_VERSIONS: Final = 8  # of an adapter, that a server of ours has room for at once
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # which vLLM's kernels know
 _AS_THE_TRAINER_SEES = {"use_fast": False}  # PIL resizes (`lightning_rl.vision`); torchvision has other pixels
 
@@ -36,7 +37,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         sleeps: they leave their GPU to the trainer while it trains.
         adapters: of how many policies they sample adapters, each under a name per version; 0: of none.
         adapter_rank: the largest rank of these.
-        adapter_versions: so many versions of each adapter may be under way at once.
+        adapter_versions: so many versions of each adapter may be under way at once; a server has room for
+            `MOST_VERSIONS` of them.
         adapter_modules: the last parts of the names of all modules that may be adapted.
         threads: cores of each on a CPU.
         flags: further ones, by name (`max_num_batched_tokens: 4096`); they win over ours.
@@ -96,7 +98,8 @@ def command(options: Options, port: int) -> list[str]:
     if options.adapters:
         # Answers that began before an update end with the adapter before it, and vLLM lets others wait for room.
         rank = next((each for each in _RANKS if each >= options.adapter_rank), options.adapter_rank)
-        flags |= {"enable_lora": True, "max_loras": options.adapter_versions * options.adapters, "max_lora_rank": rank}
+        versions = min(options.adapter_versions, MOST_VERSIONS)
+        flags |= {"enable_lora": True, "max_loras": versions * options.adapters, "max_lora_rank": rank}
         # Of itself vLLM has room for an adapter of the output layer too, and for that refuses large vocabularies.
         flags |= {"lora_target_modules": options.adapter_modules}
     words = [options.python, "-m", "vllm.entrypoints.openai.api_server"]

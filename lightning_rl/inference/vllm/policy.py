@@ -105,7 +105,7 @@ class VllmPolicy:
         """
         shutil.rmtree(self._outbox, ignore_errors=True)
         if self.takes_adapter:
-            self._transfer = AdapterTransfer(self._outbox, self.name)
+            self._transfer = AdapterTransfer(self._outbox, self.name, self._options.adapter_versions)
         self.replicas.start()
 
     def registrations(self) -> list[dict[str, Any]]:

@@ -30,7 +30,6 @@ from lightning_rl.inference.vllm.control import Control
 from lightning_rl.inference.weights.stream import BUCKET_BYTES, WeightStream, write
 
 Way = Literal["file", "ipc", "nccl"]
-_VERSIONS = 4  # of an adapter, which servers know at once
 
 
 class NoVllm(Explained, ModuleNotFoundError):
@@ -104,11 +103,14 @@ class FileTransfer:
 class AdapterTransfer:
     """A `peft` folder for each version of an adapter, which servers sample under the name `name@version` from then on.
 
-    Answers that are under way end with the version that they began with, so nobody waits for an update. The folders are
-    new with each process: what a server computed with an adapter it knows again by its folder.
+    Answers that are under way end with the version that they began with, so nobody waits for an update. A server that
+    is short of room reads a version again while it samples with it, and dies where it cannot; so twice as many stay as
+    the `versions` that may be under way at once, for answers of rollouts that were cancelled, too. The folders are new
+    with each process: what a server computed with an adapter it knows again by its folder.
     """
 
-    def __init__(self, outbox: Path, name: str) -> None:
+    def __init__(self, outbox: Path, name: str, versions: int) -> None:
+        self._kept = 2 * versions
         self._outbox = outbox / secrets.token_hex(4)
         self._name = name
         self._folders: dict[int, Path] = {}  # by version, the newest last
@@ -126,7 +128,7 @@ class AdapterTransfer:
         write_adapter(dict(weights), folder)
         self._folders.pop(version, None)
         self._folders[version] = folder
-        for old in list(self._folders)[:-_VERSIONS]:
+        for old in list(self._folders)[: -self._kept]:
             shutil.rmtree(self._folders.pop(old))
 
     def give(self, control: Control) -> None:
@@ -135,7 +137,7 @@ class AdapterTransfer:
         control.load_adapter(name, list(self._folders.values())[-1])
         given = self._given.setdefault(control, [])
         given.append(name)
-        while len(given) > _VERSIONS:
+        while len(given) > self._kept:
             control.unload_adapter(given.pop(0))
 
     def forget(self, control: Control) -> None:

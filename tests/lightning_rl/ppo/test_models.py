@@ -573,7 +573,13 @@ def test_several_workers_begin_with_an_adapter_that_changes_nothing_and_load_no_
 
 @pytest.mark.parametrize(
     ("trainer", "versions"),
-    [({}, 2), ({"schedule": "async"}, 4), ({"schedule": "async", "max_off_policy_threshold": 0}, 2)],
+    [
+        ({}, 2),
+        ({"schedule": "one_step_off"}, 2),
+        ({"schedule": "async"}, 5),
+        ({"schedule": "async", "max_off_policy_threshold": 0}, 2),
+        ({"schedule": "async", "max_off_policy_threshold": 9}, 10),
+    ],
 )
 def test_a_server_has_room_for_the_versions_that_are_under_way_at_once(trainer: dict[str, Any], versions: int) -> None:
     assert resolved_config.versions_at_once(compose({"trainer": trainer})) == versions

@@ -55,6 +55,8 @@ def test_adapters_are_loaded_while_it_runs_two_of_each_policy(rank: int, told: s
     assert (asked["--max-loras"], asked["--max-lora-rank"]) == ("6", told)
     words = command(options(adapters=1, adapter_versions=4, adapter_modules=("q_proj", "up_proj")), 1)
     assert flags(words)["--max-loras"] == "4"
+    words = command(options(adapters=1, adapter_versions=20, adapter_modules=("q_proj", "up_proj")), 1)
+    assert flags(words)["--max-loras"] == "8"
     first = words.index("--lora-target-modules")
     assert words[first : first + 3] == ["--lora-target-modules", "q_proj", "up_proj"]
     assert "--enable-lora" in asked

@@ -77,7 +77,7 @@ def test_an_adapter_is_a_peft_folder_of_one_rank_and_a_name_for_each_version(tmp
             del self.loaded[name]
 
     server: Any = Adapters()
-    transfer = AdapterTransfer(tmp_path, "planner")
+    transfer = AdapterTransfer(tmp_path, "planner", 2)
     small = {"q.lora_A.weight": torch.ones(2, 3), "q.lora_B.weight": 0.5 * torch.ones(4, 2)}
     large = {"l.0.up.lora_A.weight": torch.ones(5, 3), "l.0.up.lora_B.weight": torch.ones(6, 5)}
     for version in range(7):
@@ -91,7 +91,7 @@ def test_an_adapter_is_a_peft_folder_of_one_rank_and_a_name_for_each_version(tmp
     a, b = (held[f"base_model.model.q.lora_{each}.weight"] for each in "AB")
     assert (a.shape, b.shape) == ((5, 3), (4, 5))
     assert torch.equal(b @ a, small["q.lora_B.weight"] @ small["q.lora_A.weight"])
-    other = AdapterTransfer(tmp_path, "planner")  # of another process: a folder that no server knows
+    other = AdapterTransfer(tmp_path, "planner", 2)  # of another process: a folder that no server knows
     other.offer(stream_of(small), 6)
     other.give(server)
     assert server.loaded["planner@6"].parent != server.loaded["planner@5"].parent
