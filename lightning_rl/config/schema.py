@@ -73,7 +73,7 @@ class Data(Section, frozen=True):
     ] = False
     train_max_samples: Annotated[
         Annotated[int, Meta(ge=-1)],
-        effect("take so many of the training tasks: the first, or with shuffle any, by seed; -1: all"),
+        effect("take so many of the training tasks: the first, or with shuffle any, by seed; -1 or 0: all"),
     ] = -1
     val_max_samples: Annotated[Annotated[int, Meta(ge=-1)], effect("the same of the validation tasks")] = -1
     shuffle: Annotated[bool, effect("another order of tasks every epoch")] = True

@@ -20,6 +20,7 @@ Severity = Literal["stops learning", "slows learning", "look at it"]
 SEVERITIES: tuple[Severity, ...] = ("stops learning", "slows learning", "look at it")
 
 NEARLY_ALL = 0.95  # what is left of a batch is noise then
+_MESSAGE = 200  # characters of an error
 MUCH = 0.5  # half of what was sampled was sampled for nothing
 SOME = 0.1  # below, other noise of training is larger
 RETRIED = 0.05  # of the attempts: an engine or a machine that fails now and then stays below
@@ -294,10 +295,17 @@ def _agent_errors(evidence: Evidence) -> Iterator[Finding]:
             name=f"agent_error_{kind}",
             severity=_by_share(share, MUCH, below="look at it"),
             number=share,
-            told=f"{tally.count} of {evidence.attempts} attempts failed in the agent: {kind}",
+            told=f"{tally.count} of {evidence.attempts} attempts failed in the agent: {kind}"
+            f"{_shown(evidence.messages.get(kind, ''))}",
             advice="the traceback is in runner-*.log of the run's folder",
             rollout=tally.rollout,
         )
+
+
+def _shown(message: str) -> str:
+    """An error's message behind its type, on one line."""
+    line = " ".join(message.split())
+    return f": {line[:_MESSAGE]}{'...' if len(line) > _MESSAGE else ''}" if line else ""
 
 
 def _infrastructure(evidence: Evidence) -> Finding | None:
@@ -337,7 +345,12 @@ def _without_calls(evidence: Evidence) -> Finding | None:
     if _trains_spans(evidence):
         return None
     do = list(evidence.refused_prompts)
-    if not do or sum(evidence.refused_prompts.values()) < evidence.beside_of:
+    if evidence.failed_silently > evidence.without_calls.count / 2:
+        do.append(
+            "mend what the agent failed with, which is found below: where the gateway refused its calls, server.log of "
+            "the run's folder says why"
+        )
+    elif not do or sum(evidence.refused_prompts.values()) < evidence.beside_of:
         do.append(
             "let the agent use llm.base_url and llm.api_key, those of its own rollout: keep no client for another"
         )

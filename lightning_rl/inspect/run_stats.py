@@ -77,8 +77,10 @@ class Evidence(msgspec.Struct, kw_only=True):
 
     `metrics` are the lines of its training steps, `steps` the newest `RECENT` records. Calls and attempts are those of
     training rollouts, of all where none is for training: `seen` tallies calls by what is wrong with them (`inexact`,
-    `no_logprobs`, `length`, and causes of forks), `errors` attempts by the type of the agent's error, `infrastructure`
-    those that were lost otherwise. `gaps` has, of the newest step, how far sampler and trainer are apart, by rollout.
+    `no_logprobs`, `length`, and causes of forks), `errors` attempts by the type of the agent's error (`messages` has
+    the newest of each), `infrastructure` those that were lost otherwise. `failed_silently` counts those of the rollouts
+    `without_calls` whose agents failed. `gaps` has, of the newest step, how far sampler and trainer are apart, by
+    rollout.
     `rewritten` are rollouts whose agent writes its history anew for every call. Of the newest `beside_of` rollouts
     without calls, `beside` has, by convention, how agents called beside the gateway, and `refused_prompts` counts those
     whose first prompt was too long, by what to do.
@@ -97,9 +99,11 @@ class Evidence(msgspec.Struct, kw_only=True):
     attempts: int = 0
     seen: dict[str, Tally] = {}
     errors: dict[str, Tally] = {}
+    messages: dict[str, str] = {}
     infrastructure: dict[str, Tally] = {}
     without_reward: Tally = msgspec.field(default_factory=Tally)
     without_calls: Tally = msgspec.field(default_factory=Tally)
+    failed_silently: int = 0
     rewritten: RewrittenHistory = msgspec.field(default_factory=RewrittenHistory)
     beside: dict[str, UnroutedRollouts] = {}
     beside_of: int = 0
@@ -230,6 +234,7 @@ def _look(connection: sa.Connection, evidence: Evidence) -> None:
     silent = [one for one, how in status.items() if how in ENDED and how != "cancelled" and one not in called]
     for rollout_id in silent:
         evidence.without_calls.add(rollout_id)
+        evidence.failed_silently += status[rollout_id] == "failed"
     _look_for_calls(connection, evidence, silent[-_READ:])
 
 
@@ -306,6 +311,8 @@ def _look_at_attempts(connection: sa.Connection, evidence: Evidence, status: Map
         if error is not None:
             kinds = evidence.infrastructure if error.infrastructure else evidence.errors
             kinds.setdefault(error.type, Tally()).add(row.rollout_id)
+            if not error.infrastructure:
+                evidence.messages[error.type] = error.message.strip()
         elif row.status == "succeeded":
             given[row.rollout_id] = row.reward is not None or not evidence.settings.weights.keys().isdisjoint(named)
     table = schema.rewards.c

@@ -386,7 +386,15 @@ def shuffled_batches(config: Config, dataset: Dataset) -> Iterator[Tasks]:
         if config.data.shuffle:
             shuffle.shuffle(order)
         for start in range(0, len(order) - size + 1, size):
-            yield [(i, dataset[i]) for i in order[start : start + size]]
+            yield [(i, _task(dataset, i)) for i in order[start : start + size]]
+
+
+def _task(dataset: Dataset, index: int) -> Any:
+    try:
+        return dataset[index]
+    except Exception as error:
+        error.add_note(f"raised by train_dataset[{index}]")
+        raise
 
 
 def with_variance(

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lightning_rl.algorithms.evaluation import evaluate, normal, wilson
+from lightning_rl.algorithms.evaluation import evaluate, of_tasks, students_t, wilson
 
 
 def test_wilson_against_published_values() -> None:
@@ -15,9 +15,15 @@ def test_wilson_against_published_values() -> None:
 
 
 def test_the_interval_of_a_mean_by_hand() -> None:
-    low, high = normal([0.0, 0.5, 1.0])
+    low, high = of_tasks([0.0, 0.5, 1.0])
     assert (low + high) / 2 == pytest.approx(0.5)
-    assert high - low == pytest.approx(2 * 1.959964 * math.sqrt(0.25 / 3), rel=1e-5)
+    assert high - low == pytest.approx(2 * 4.302653 * math.sqrt(0.25 / 3), rel=1e-5)
+
+
+def test_students_t_against_published_values() -> None:
+    published = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 10: 2.228, 15: 2.131, 30: 2.042, 100: 1.984}
+    for freedom, quantile in published.items():
+        assert students_t(freedom) == pytest.approx(quantile, rel=2e-3)
 
 
 def test_one_rollout_per_task_of_zeros_and_ones_is_an_accuracy() -> None:
@@ -66,10 +72,11 @@ def test_nothing_is_nothing() -> None:
 
 def test_the_interval_holds_the_truth_about_95_times_in_100() -> None:
     chance = random.Random(0)
-    held = {"wilson": 0, "normal": 0}
+    held = {"wilson": 0, "of many tasks": 0, "of few tasks": 0}
     for _ in range(2000):
         low, high = wilson(sum(chance.random() < 0.3 for _ in range(100)), 100)
         held["wilson"] += low <= 0.3 <= high
-        low, high = normal([sum(chance.random() < 0.3 for _ in range(4)) / 4 for _ in range(100)])
-        held["normal"] += low <= 0.3 <= high
+        for what, tasks in (("of many tasks", 100), ("of few tasks", 6)):
+            low, high = of_tasks([sum(chance.random() < 0.3 for _ in range(8)) / 8 for _ in range(tasks)])
+            held[what] += low <= 0.3 <= high
     assert all(0.93 < count / 2000 < 0.97 for count in held.values())

@@ -325,6 +325,22 @@ def test_a_loop_whose_first_prompt_was_too_long_is_told_for_what(tmp_path: Path)
     assert "; or let the agent use llm.base_url" in found["rollouts_without_calls"].advice
 
 
+def test_agents_that_fail_without_a_call_are_told_what_they_failed_with(tmp_path: Path) -> None:
+    refused = ErrorInfo(
+        type="BadRequestError", message="Error code: 400 -\n response_format is not supported" + "." * 200
+    )
+    found = findings(run_of(tmp_path, rollouts=[*several(3, calls=[], error=refused), GOOD]))
+    assert "attempts failed in the agent: BadRequestError: Error code: 400 - response_format is not supported.." in (
+        told_of := found["agent_error_BadRequestError"].told
+    )
+    assert told_of.endswith("...")
+    assert len(told_of) < 300
+    advice = found["rollouts_without_calls"].advice
+    assert "mend what the agent failed with" in advice
+    assert "server.log" in advice
+    assert "llm.base_url" not in advice
+
+
 def test_a_finding_names_a_rollout_to_look_at(tmp_path: Path) -> None:
     overlong = msgspec.structs.replace(rollout_record("r7", "g", 1.0), left_out="overlong")
     folder = run_of(

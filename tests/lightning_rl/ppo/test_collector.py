@@ -91,6 +91,9 @@ def test_an_epoch_has_every_task_once_but_for_the_remainder_and_the_next_another
     first, second = ([task for batch in epoch for task in batch] for epoch in (batches[:3], batches[3:]))
     assert sorted(first) == sorted(second) == list(enumerate("abcdefghi"))
     assert (first != second) == shuffle
+    with pytest.raises(KeyError) as raised:
+        list(islice(shuffled_batches(config, {}.fromkeys(range(1, 9))), 2))  # type: ignore[arg-type]
+    assert raised.value.__notes__ == ["raised by train_dataset[0]"]
     [of_seven, again] = islice(shuffled_batches(config, list("abcdefg")), 1, 3)
     assert (len(of_seven), len(again)) == (3, 3)
     assert shuffle or again == [(0, "a"), (1, "b"), (2, "c")]
