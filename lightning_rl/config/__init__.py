@@ -133,13 +133,28 @@ def _layers(
     defaults = _defaults(schema)
     layers, notes = [], []
     for layer in (_read(file, schema), OmegaConf.create(dict(given or {}))):
-        ours, of_layer = translate_layer(_lengthened(layer), defaults, theirs=theirs)
+        ours, of_layer = translate_layer(_lengthened(_undotted(layer)), defaults, theirs=theirs)
         layers.append(ours)
         notes += of_layer
     overridden, of_command_line = _from_command_line(command_line, schema, theirs=theirs)
     notes += of_command_line
     _check_names((note.key for note in notes if note.kind == "same"), schema)
     return [*layers, overridden], [_without_effect(note, _keys_by_name(schema)) for note in notes]
+
+
+def _undotted(layer: DictConfig) -> DictConfig:
+    """A layer whose outermost keys may be written as on the command line. Raises ConfigError for one given twice."""
+    dotted = [name for name in layer if "." in str(name)]
+    if not dotted:
+        return layer
+    plain = OmegaConf.to_container(layer)  # references stay as they are written
+    assert isinstance(plain, dict)
+    rest = OmegaConf.create({name: value for name, value in plain.items() if name not in dotted})
+    for name in map(str, dotted):
+        if OmegaConf.select(rest, name) is not None:
+            raise ConfigError(f"config key {name} is given twice, once in a group of its own: leave one out")
+        OmegaConf.update(rest, name, plain[name], force_add=True)
+    return rest
 
 
 def _lengthened(layer: DictConfig) -> DictConfig:

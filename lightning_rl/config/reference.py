@@ -13,10 +13,11 @@ _HEAD = """\
 
 Generated from `lightning_rl/config/schema.py` by `make docs`; a test compares the two.
 
-The keys are verl's. They are given as a nested dict, `lrl.PPO({"data": {"train_batch_size": 8}})`, on the command line,
-`lightning-rl train data.train_batch_size=8` (Hydra's syntax), or in a YAML file, `lightning-rl train --config my.yaml`;
-the command line wins over the file, both over the defaults. A Hydra file may begin with
-`defaults: [lightning_rl/ppo, _self_]`. `lightning-rl train ... --dry-run` prints what it comes to.
+The keys are verl's. They are given as a dict, `lrl.PPO({"data": {"train_batch_size": 8}})` or
+`{"data.train_batch_size": 8}`, on the command line, `lightning-rl train data.train_batch_size=8` (Hydra's syntax), or
+in a YAML file, `lightning-rl train --config my.yaml`; the command line wins over the file, both over the defaults. A
+Hydra file may begin with `defaults: [lightning_rl/ppo, _self_]`. `lightning-rl train ... --dry-run` prints what it
+comes to.
 
 An unknown key is an error that names the nearest valid one; so is a value that does not fit. A key that another one
 leaves unread, `actor.kl_loss_coef` where `actor.use_kl_loss` is false, is told of as a run begins. Keys of verl's that

@@ -27,6 +27,19 @@ def test_a_dict_is_merged_into_the_defaults() -> None:
     assert config.actor_rollout_ref.actor.clip_ratio == 0.2
 
 
+def test_the_outermost_keys_of_a_dict_and_a_file_may_be_dotted(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("data.train_batch_size: 3\ndata: {seed: 5}\nactor_rollout_ref.actor: {ppo_epochs: 2}\n")
+    config = compose({"data.max_prompt_length": 7, "critic.optim.lr": 0.5}, file=file)
+    data = config.data
+    assert (data.train_batch_size, data.seed, data.max_prompt_length) == (3, 5, 7)
+    assert (config.actor_rollout_ref.actor.ppo_epochs, config.critic.optim.lr) == (2, 0.5)
+    with pytest.raises(ConfigError, match=r"config key data\.seed is given twice"):
+        compose({"data.seed": 1, "data": {"seed": 1}})
+    with pytest.raises(ConfigError, match=r"'data\.sead' is unknown; did you mean 'data\.seed'"):
+        compose({"data.sead": 1})
+
+
 def test_the_command_line_wins_over_the_dict_and_the_dict_over_the_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("data: {seed: 1, train_batch_size: 1, max_prompt_length: 1}\n")
