@@ -109,4 +109,4 @@ def students_t(freedom: int) -> float:
         (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / 384,
         (79 * _Z**9 + 776 * _Z**7 + 1482 * _Z**5 - 1920 * _Z**3 - 945 * _Z) / 92160,
     ]
-    return _Z + sum(term / freedom**power for power, term in enumerate(polynomials, start=1))
+    return _Z + sum(term / float(freedom) ** power for power, term in enumerate(polynomials, start=1))

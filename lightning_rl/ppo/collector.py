@@ -257,7 +257,9 @@ class Collector:
             trajectories = [read(trace) for trace in graded]
         self._reporter.warnings.report(when, trajectories)
         for policy in (learner.policy for learner in self._learners):
-            if policy.reward is not None and policy.reward != policy.name:
+            if policy.reward is not None and policy.reward == policy.name:
+                self._reporter.warnings.report_misspelt_policy(policy.name, self._config.policies, trajectories)
+            elif policy.reward is not None:
                 key = f"policies.{policy.name}.reward"
                 self._reporter.warnings.report_missing_reward(key, policy.reward, trajectories)
             for name in policy.config.algorithm.compared_rewards:

@@ -3,6 +3,7 @@
 Failures are data and the run goes on, so nobody would see them in a reward of 0; a warning says them.
 """
 
+import difflib
 import logging
 import math
 import re
@@ -31,6 +32,7 @@ _CALLS_OF_OTHERS = (
     "from one rollout to another (a global one, a cached one), it calls as that other, and what is sampled so is "
     "trained with that other's reward. Make a client in each rollout; those of llm.openai() share connections"
 )
+_NEARLY = 0.75  # of the letters of a name
 _MANY = 4  # rollouts: fewer without a call are no sign
 _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 500, 4000  # characters that are shown
 _log = logging.getLogger(__name__)
@@ -69,6 +71,22 @@ class Problems:
             name,
             len(given),
             ", ".join(sorted(there | {FINAL})),
+        )
+
+    def report_misspelt_policy(self, policy: str, others: Collection[str], trajectories: Sequence[Trajectory]) -> None:
+        """Warn where no rollout has a reward of the policy's name, and some have one whose name is nearly that, and is
+        none of the `others`'."""
+        there = {named for trajectory in trajectories for named in trajectory.rewards.named}
+        near = difflib.get_close_matches(policy, there.difference(others), n=1, cutoff=_NEARLY)
+        if policy in there or not near or policy in self._told:
+            return
+        self._told.add(policy)
+        _log.warning(
+            "there is a reward %r, and no policy of that name: %r has no reward of its own, and counts with the final "
+            "one. emit_reward(value, policy=%r) gives it one",
+            near[0],
+            policy,
+            policy,
         )
 
     def check(self, when: str, trajectories: Sequence[Trajectory]) -> None:

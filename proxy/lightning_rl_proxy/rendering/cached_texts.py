@@ -20,8 +20,9 @@ from lightning_rl_proxy.rendering import ascii_bpe
 from lightning_rl_proxy.rendering.long_texts import LongTexts
 from lightning_rl_proxy.rendering.special_tokens import longest_of
 
-_CHARACTERS = 16 * 2**20  # of all texts that are kept: some tens of MB with their ids
-_LARGEST = _CHARACTERS // 16  # of one text
+_BYTES = 32 * 2**20  # of all texts that are kept, with their ids
+_LARGEST = _BYTES // 16  # of one text
+_ENTRY = 330  # bytes of an entry besides
 _OF_THE_BEGINNING = ("Metaspace", "Prepend", "add_prefix_space=True")  # treat where a whole text begins in another way
 _MANY = 64  # unknown texts
 _TRIED = 16  # special tokens; some tokenizers have thousands
@@ -35,13 +36,13 @@ class CachedTexts:
     Args:
         tokenizer: without added special tokens.
         long_texts: tokenises what is not known, and bounds prompts.
-        characters: of all texts that are kept; those that were not asked for longest go first.
+        size: bytes of all texts that are kept, with their ids; those that were not asked for longest go first.
     """
 
-    def __init__(self, tokenizer: Tokenizer, long_texts: LongTexts, characters: int = _CHARACTERS) -> None:
-        self._tokenizer, self._long_texts, self._most = tokenizer, long_texts, characters
+    def __init__(self, tokenizer: Tokenizer, long_texts: LongTexts, size: int = _BYTES) -> None:
+        self._tokenizer, self._long_texts, self._most = tokenizer, long_texts, size
         self._known: OrderedDict[str, array[int]] = OrderedDict()
-        self._characters = 0
+        self._size = 0
         self._lock = threading.Lock()
         self._special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
         self._cuts = re.compile(f"({longest_of(self._special)})") if _cuts_first(tokenizer) else None
@@ -82,7 +83,7 @@ class CachedTexts:
         self._unknown += 1
         if self._unknown == _MANY and self._cuts is not None:  # what is between special tokens has none
             threading.Thread(target=self._hasten, name="a faster tokenizer", daemon=True).start()
-        if len(text) <= _LARGEST:
+        if _size(text, ids) <= _LARGEST:
             self._keep(text, ids)
         return ids
 
@@ -105,10 +106,14 @@ class CachedTexts:
             if text in self._known:
                 return
             self._known[text] = ids
-            self._characters += len(text)
-            while self._characters > self._most:
-                forgotten, _ = self._known.popitem(last=False)
-                self._characters -= len(forgotten)
+            self._size += _size(text, ids)
+            while self._size > self._most:
+                self._size -= _size(*self._known.popitem(last=False))
+
+
+def _size(text: str, ids: "array[int]") -> int:
+    """Bytes of an entry. A text that is not ASCII has up to 4 for each character, and as many more as UTF-8."""
+    return len(text) * (1 if text.isascii() else 8) + ids.itemsize * len(ids) + _ENTRY
 
 
 def _cuts_first(tokenizer: Tokenizer) -> bool:

@@ -175,6 +175,16 @@ def test_a_reward_that_a_key_names_and_nobody_gives_is_told_once(
     ]
 
 
+def test_a_reward_whose_name_is_nearly_a_policys_is_told(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
+    given = [trajectory(rewards=Rewards(final=1.0, named={"withe": 1.0, "black": 0.5})), trajectory()]
+    for policy in ("white", "white", "black", "blacks", "judge"):
+        problems.report_misspelt_policy(policy, ["black", "blacks"], given)
+    assert told(caplog) == [
+        "there is a reward 'withe', and no policy of that name: 'white' has no reward of its own, and counts with the "
+        "final one. emit_reward(value, policy='white') gives it one"
+    ]
+
+
 def test_rewards_that_the_weights_do_not_name_are_told_with_them(caplog: pytest.LogCaptureFixture) -> None:
     problems = Problems(Path("/run"), summed={"nosuch": 1.0})
     given = [trajectory(agent_failed=True, reward=0.0, rewards=Rewards(named={"reward": 1.0, "short": 0.5}))]

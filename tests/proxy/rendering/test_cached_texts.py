@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from lightning_rl_proxy.errors import PromptTooLong
-from lightning_rl_proxy.rendering.cached_texts import CachedTexts
+from lightning_rl_proxy.rendering.cached_texts import CachedTexts, _size
 from lightning_rl_proxy.rendering.long_texts import LongTexts
 from tests.proxy.conftest import TOKENIZER
 from tests.random_examples import examples
@@ -89,10 +89,10 @@ def test_only_a_tokenizer_that_cuts_first_has_its_texts_cut(kind: str) -> None:
 @given(texts=st.lists(st.lists(st.sampled_from(WORDS) | st.text(max_size=4), max_size=10).map("".join), max_size=6))
 def test_the_ids_are_those_of_the_whole_text(kind: str, texts: list[str]) -> None:
     tokenizer = KINDS[kind]
-    known = cached(tokenizer, characters=40)  # so that some are forgotten
+    known = cached(tokenizer, size=1_500)  # so that some are forgotten
     for text in [*texts, *texts]:
         assert known.encode(text) == ids_of(tokenizer, text)
-    assert sum(map(len, known._known)) <= 40
+    assert known._size == sum(_size(*entry) for entry in known._known.items()) <= 1_500
 
 
 class Counted(LongTexts):
@@ -140,7 +140,7 @@ def test_a_prompt_of_known_texts_is_bounded_like_any_other() -> None:
 
 
 def test_threads_share_it() -> None:
-    known = cached(KINDS["plain"], characters=2_000)
+    known = cached(KINDS["plain"], size=50_000)
     texts = [f"question {n % 37} of <|im_end|> many {n % 11}" * 3 for n in range(400)]
     barrier = threading.Barrier(4)
 
@@ -151,4 +151,4 @@ def test_threads_share_it() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(some, range(4)))
-    assert known._characters == sum(map(len, known._known)) <= 2_000
+    assert known._size == sum(_size(*entry) for entry in known._known.items()) <= 50_000
