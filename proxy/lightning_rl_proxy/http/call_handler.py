@@ -393,7 +393,8 @@ class CallHandler:
             field = next((field for field in _ASKED_BY.get(name, ()) if field in request.fields), name)
             raise GatewayError(
                 400,
-                f"{field} is not supported by the engine of model {model!r}; leave it out",
+                f"{field} is not supported by the engine of model {model!r}; leave it out, or take an engine that "
+                "supports it (docs/gateway.md has a table)",
                 param=field,
                 kind="unsupported_parameter",
             )
