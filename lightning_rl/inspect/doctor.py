@@ -440,7 +440,7 @@ def _unused_names(evidence: Evidence) -> Iterator[Finding]:
     settings, known = evidence.settings, evidence.reward_names
     named = {"algorithm.credit.weights": settings.weights, "algorithm.gdpo_reward_keys": settings.compared}
     for key, weights in named.items():
-        for name in weights.keys() - known if evidence.rollouts else ():
+        for name in (name for name in weights if evidence.rollouts and name not in known):
             yield Finding(
                 name=f"reward_never_given_{name}",
                 severity="slows learning" if known & weights.keys() else "stops learning",
