@@ -113,7 +113,7 @@ class SFT(ConfiguredAlgorithm):
         """
         if self.teacher is not None:
             raise ConfigError("a teacher's rollouts need the agent and tasks: lrl.Trainer(agent).fit(sft, tasks)")
-        self.run_dir = Path(run_dir or self.named_run_dir or self.default_run_dir()).expanduser()
+        self.run_dir = self.run_folder(None if run_dir is None else Path(run_dir))
         if (self.run_dir / _CONFIG).exists() and not self.resume:
             raise ConfigError(f"{self.run_dir} holds a run: set trainer.resume_mode=auto, or name another folder")
         self._read()

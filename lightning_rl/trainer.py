@@ -7,7 +7,6 @@ store, the journal, the logs, the metrics and the checkpoints.
 A server elsewhere takes the place of the child: the run attaches to either in the same way (`control_plane.attach`).
 """
 
-import itertools
 import logging
 import os
 import secrets
@@ -204,8 +203,7 @@ class Trainer:
         if agent is not None and self.n_runners != 0 and not (self.n_runners is None and self._attaches):
             pickled(agent)  # what cannot be sent is said before there is a run folder
         if self.run_dir is None or not self._fixed_run_dir:
-            named = algorithm.named_run_dir
-            self.run_dir = _unused(algorithm.default_run_dir().resolve()) if named is None else named.resolve()
+            self.run_dir = algorithm.run_folder()
         run_dir = self.run_dir
         make_run_dir(run_dir)
         with owned(run_dir):
@@ -477,12 +475,6 @@ def _run_id(run_dir: Path, algorithm: Algorithm, *, attaches: bool) -> str:
         _RUN_ID,
     )
     return secrets.token_hex(3)
-
-
-def _unused(folder: Path) -> Path:
-    """`folder`, or where there is one already the same with a number."""
-    names = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
-    return next(name for name in names if not name.exists())
 
 
 def _write_urls(run_dir: Path, urls: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """The base of every algorithm: it is opened with a run folder, given a store, and run on datasets."""
 
+import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -86,15 +87,23 @@ class Algorithm:
     takes_parts = False  # whether it takes these two, which a script gives to the Trainer for its own algorithm
     adapter: Any = None
     initial_resources: Mapping[str, Any] | None = None
-    named_run_dir: Path | None = None  # the run folder, where the Trainer is not told; None: a new `default_run_dir`
+    named_run_dir: Path | None = None  # see `run_folder`
     resume = False  # whether to go on with a run folder that holds a run
     resumed_by = "trainer.resume_mode=auto (`--resume` on the command line)"  # how a user says so
     watchdog_seconds: float | None = 600.0  # without an end of any rollout, until a warning says who waits for whom
     max_restarts = 0  # how often the run is opened anew, to go on, when a process that trains has died
 
     def default_run_dir(self) -> Path:
-        """The run folder, where the Trainer is not told."""
+        """The run folder, where nobody names one."""
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+
+    def run_folder(self, given: Path | None = None) -> Path:
+        """Where the run is kept: the folder that is given, or that the configuration names, else a new one."""
+        if (named := given or self.named_run_dir) is not None:
+            return named.expanduser().resolve()
+        new = self.default_run_dir().resolve()
+        names = (new if number == 1 else new.with_name(f"{new.name}-{number}") for number in itertools.count(1))
+        return next(name for name in names if not name.exists())
 
     def prepare(self, train_dataset: Dataset | None, val_dataset: Dataset | None) -> tuple[Dataset, Dataset]:
         """The datasets that `run` will get, checked before anything is started. Raises for those it cannot use."""

@@ -83,8 +83,7 @@ def folder_of(settings: "TrainConfig", run_dir: Path | None) -> Path:
     """The run folder of SFT with these settings, where it was not given."""
     from lightning_rl.sft_algorithm import SFT
 
-    made = SFT(settings)
-    return (run_dir or made.named_run_dir or made.default_run_dir()).resolve()
+    return SFT(settings).run_folder(run_dir)
 
 
 def supervised(

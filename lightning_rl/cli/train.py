@@ -216,7 +216,7 @@ def _train(
     algorithm = lrl.PPO(settings)
     began = time.monotonic()
     if sft:
-        run_dir = (run_dir or algorithm.named_run_dir or algorithm.default_run_dir()).resolve()
+        run_dir = algorithm.run_folder(run_dir)
     trainer = lrl.Trainer(agent, run_dir=run_dir, server=server)
     try:
         with ended_by_sigterm():
@@ -318,7 +318,7 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
         "steps": steps,
         "rollouts_per_step": data.train_batch_size * rollout.n,
         "rollouts_at_once": algorithm.n_runners or at_once(algorithm.asks_for, start_processes=processes),
-        "run_dir": str((run_dir or algorithm.named_run_dir or algorithm.default_run_dir()).resolve()),
+        "run_dir": str(algorithm.run_folder(run_dir)),
     }
 
 
