@@ -1,6 +1,6 @@
 """The classic adapter: a forest as (prompt, response, reward) triplets, one per call, each with its whole prompt."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -35,8 +35,15 @@ def triplets(
 
     `of_calls` are the rewards of single calls: call id -> name -> value.
     """
-    return [
-        Triplet(
+    return list(iter_triplets(forest, rewards, of_calls))
+
+
+def iter_triplets(
+    forest: Forest, rewards: Mapping[str, float], of_calls: Mapping[str, dict[str, float]] | None = None
+) -> Iterator[Triplet]:
+    """`triplets`, one after the other: those of a long conversation have its tokens once for each turn."""
+    for call_id, node in forest.nodes.items():
+        yield Triplet(
             call_id=call_id,
             agent=node.call.agent,
             model=node.call.model,
@@ -48,8 +55,6 @@ def triplets(
             media=media(node),
             exact=all(step.call.exact for step in node.path()),
         )
-        for call_id, node in forest.nodes.items()
-    ]
 
 
 def prompt_ids(node: Node) -> list[int]:

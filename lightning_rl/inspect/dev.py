@@ -97,7 +97,7 @@ def _calls(tree: Forest, attributes: dict[str, dict[str, Any]]) -> Iterator[Text
 def _triplets(tree: Forest, reward: float) -> Iterator[Text]:
     numbers = numbers_of(tree)
     yield Text(f"  triplets  {len(numbers)}")
-    for one in triplet.triplets(tree, credit.final_values(tree, reward)):
+    for one in triplet.iter_triplets(tree, credit.final_values(tree, reward)):
         yield Text(
             f"    call {numbers[one.call_id]}: prompt {len(one.prompt_token_ids)} tokens, "
             f"response {len(one.response_token_ids)} tokens, reward {one.reward or 0:g}, exact: {json.dumps(one.exact)}"

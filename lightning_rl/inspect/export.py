@@ -193,7 +193,7 @@ def call_records(trace: RolloutTrace, vocabulary: str | None) -> Iterator[Record
         given = rewards_by_call(attempt.rewards, names_of(attempt.spans))
         attributes = {span.span_id: span.attributes for span in attempt.spans}
         values = credit.final_values(grown, attempt.attempt.reward)
-        for one in triplet.triplets(grown, values):
+        for one in triplet.iter_triplets(grown, values):
             call = grown.nodes[one.call_id].call
             yield _call(trace.rollout, call, one, attributes[call.call_id]) | {
                 "call_rewards": added_up(given.get(call.call_id, ())),

@@ -1,6 +1,7 @@
 """An attempt's trace as people and other programs read it: spans, triplets, rows, what it printed."""
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -19,12 +20,12 @@ def spans_of(trace: AttemptTrace) -> list[dict[str, Any]]:
     return [to_json(span) for span in trace.spans]
 
 
-def triplets_of(trace: AttemptTrace) -> list[triplet.Triplet]:
+def triplets_of(trace: AttemptTrace) -> Iterator[triplet.Triplet]:
     """One triplet per call, in order of arrival."""
     grown = forest.build(calls_of(trace.spans))
     given = rewards_by_call(trace.rewards, names_of(trace.spans))
     of_calls = {call_id: added_up(rewards) for call_id, rewards in given.items()}
-    return triplet.triplets(grown, _rewards(grown, trace.attempt), of_calls)
+    return triplet.iter_triplets(grown, _rewards(grown, trace.attempt), of_calls)
 
 
 def triplets_of_otel(trace: AttemptTrace) -> dict[str, Any]:

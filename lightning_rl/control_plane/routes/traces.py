@@ -1,10 +1,12 @@
 """What was recorded in attempts, as spans, triplets, rows and logs."""
 
 import asyncio
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Depends, Request
+from fastapi.responses import StreamingResponse
 
 from lightning_rl.control_plane.routes.requests import RolloutsBody, TripletsQuery
 from lightning_rl.control_plane.routes.required_key import ADMIN
@@ -20,6 +22,7 @@ from lightning_rl_adapters.span import Span
 from lightning_rl_adapters.triplet import Triplet
 
 _ATTEMPT = "/{rollout_id}/attempts/{attempt_id}"
+_PIECE = 2**18  # bytes of an answer that is sent in pieces
 router = APIRouter(prefix="/api/v1/rollouts", tags=["traces"], route_class=ApiRoute)
 
 
@@ -72,13 +75,21 @@ async def list_spans(server: Server, request: Request, rollout_id: str, attempt_
 
 @router.get(f"{_ATTEMPT}/triplets", dependencies=[ADMIN])
 async def list_triplets(
-    server: Server, rollout_id: str, attempt_id: str, query: Annotated[TripletsQuery, Depends(UrlQuery(TripletsQuery))]
+    server: Server,
+    request: Request,
+    rollout_id: str,
+    attempt_id: str,
+    query: Annotated[TripletsQuery, Depends(UrlQuery(TripletsQuery))],
 ) -> TripletsAnswer:
     """The attempt's calls as prompt, response and reward."""
     _, trace = await _trace(server, rollout_id, attempt_id)
     if query.source == "otel":
         return TripletsAnswer(**await asyncio.to_thread(trace_views.triplets_of_otel, trace))
-    return TripletsAnswer(triplets=await asyncio.to_thread(trace_views.triplets_of, trace))
+    found = await asyncio.to_thread(trace_views.triplets_of, trace)
+    if wants_msgpack(request):
+        return TripletsAnswer(triplets=await asyncio.to_thread(list, found))
+    # They have a conversation's tokens once for each turn: hundreds of MB, of which nobody is to wait for all.
+    return StreamingResponse(_as_json(found), media_type="application/json")  # type: ignore[return-value]
 
 
 @router.get(f"{_ATTEMPT}/rows", dependencies=[ADMIN])
@@ -86,6 +97,18 @@ async def list_rows(server: Server, rollout_id: str, attempt_id: str) -> RowsAns
     """The attempt as it is trained; what is not says why."""
     rollout, trace = await _trace(server, rollout_id, attempt_id)
     return RowsAnswer(rows=await asyncio.to_thread(trace_views.rows_of, rollout, trace))
+
+
+def _as_json(triplets: Iterable[Triplet]) -> Iterator[bytes]:
+    """A `TripletsAnswer`, piece by piece."""
+    piece = bytearray(b'{"triplets":[')
+    for number, triplet in enumerate(triplets):
+        piece += b"," if number else b""
+        piece += msgspec.json.encode(triplet)
+        if len(piece) > _PIECE:
+            yield bytes(piece)
+            piece.clear()
+    yield bytes(piece + b"]}")
 
 
 async def _trace(server: Services, rollout_id: str, attempt_id: str) -> tuple[Rollout, AttemptTrace]:

@@ -9,9 +9,12 @@ import pytest
 from schemathesis.specs.openapi.definitions import OPENAPI_31
 
 from lightning_rl.control_plane.api import ROUTES
+from lightning_rl.control_plane.routes import traces
+from lightning_rl.control_plane.routes.traces import TripletsAnswer
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Attempt, Claim, Ending, ErrorInfo, Finish, Reward, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, Unreachable
+from lightning_rl_adapters.triplet import Triplet
 from lightning_rl_proxy.address import Address
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.http import openapi
@@ -249,7 +252,10 @@ def test_the_way_of_a_rollout(served, call_span) -> None:
         ("step", f"chatcmpl-{attempt}-c0"),
     ]
     assert [3, 4] in body["spans"][0]["attributes"].values()
+    asked = {"authorization": "Bearer admin", "accept": "application/msgpack"}
+    packed = served.pool.request("GET", f"{served.url}{place}/triplets", headers=asked)
     _, body = served.call("GET", f"{place}/triplets")
+    assert body == msgspec.msgpack.decode(packed.data)
     assert body["triplets"] == [
         {
             "call_id": f"{attempt}-c0",
@@ -601,3 +607,18 @@ def test_paused_time_counts_against_no_deadline(served) -> None:
     assert served.client().wait(["r1"], 0.5) == []
     served.client().resume("m")
     assert served.client().wait(["r1"], 20)[0].error.type == "DeadlineExceeded"
+
+
+def test_triplets_that_are_sent_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "_PIECE", 300)
+    made = [
+        Triplet(
+            call_id=str(n), agent=None, model="m", prompt_token_ids=list(range(9 * n)), response_token_ids=[],
+            response_logprobs=None, reward=None,
+        )
+        for n in range(9)
+    ]  # fmt: skip
+    pieces = list(traces._as_json(iter(made)))
+    assert len(pieces) > 3
+    assert msgspec.json.decode(b"".join(pieces), type=TripletsAnswer).triplets == made
+    assert b"".join(traces._as_json(())) == b'{"triplets":[]}'
