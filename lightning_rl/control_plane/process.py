@@ -14,6 +14,7 @@ import errno
 import gc
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -59,6 +60,8 @@ STORE_ID = "store.id"
 _OWNER_ALONE = 0o077  # as a umask
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _EARLIER_SERVER_SECONDS = 60.0  # to store what it has, and end
+_IDLE_SECONDS = 75  # of a connection; clients keep theirs for 5 (httpx) or 15 (aiohttp), and lose a call if we end it
+_OPEN_FILES = 2**16
 _LONG_POLL_GRACE_SECONDS = 5  # for answers under way when the server stops
 _log = logging.getLogger(__name__)
 
@@ -129,6 +132,7 @@ def listen_and_serve(settings: ServerSettings, announce: Callable[[str], None], 
     """
     os.umask(_OWNER_ALONE)
     _keep_freed_memory()
+    _allow_connections()
     with (
         _alone_in(Path(settings.run_dir)),
         _alone_at(settings.store),
@@ -149,6 +153,14 @@ def _keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, 2**24)
         mallopt(_M_TRIM_THRESHOLD, 2**26)
+
+
+def _allow_connections() -> None:
+    """Raise the limit of open files: each client's connection is one, and many systems begin with 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 @contextlib.contextmanager
@@ -354,6 +366,7 @@ class _Server(uvicorn.Server):
             proxy_headers=False,
             log_config=None,
             lifespan="on",
+            timeout_keep_alive=_IDLE_SECONDS,
             timeout_graceful_shutdown=_LONG_POLL_GRACE_SECONDS,
         )
         super().__init__(config)

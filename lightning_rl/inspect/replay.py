@@ -262,7 +262,7 @@ def _served(
     """A store, a server and a gateway of their own, in a thread, with the recording behind every model."""
     key = secrets.token_urlsafe(24)
     started: Future[None] = Future()
-    config = uvicorn.Config(app="", ws="none", log_config=None, lifespan="on", access_log=False)
+    config = uvicorn.Config(app="", ws="none", log_config=None, lifespan="on", access_log=False, timeout_keep_alive=75)
     server = _ReplayServer(config, started)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import os
+import re
+import resource
 import signal
 import socket
 import sqlite3
@@ -12,11 +14,14 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import pytest
 
 from lightning_rl.algorithms.base import Endpoint
+from lightning_rl.control_plane import process
 from lightning_rl.control_plane.launch import ServerNotStarted, launch, loading
 from lightning_rl.processes.child import ChildDied
 from lightning_rl.store.client import HttpStore
@@ -24,6 +29,7 @@ from lightning_rl.store.contract import ErrorInfo, Finish, RolloutConfig, Rollou
 from lightning_rl.store.errors import Conflict
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.call import Call, to_span
+from lightning_rl_proxy.http.limits import RequestLimits
 from lightning_rl_proxy.recording.recorder import Recorder
 
 TOKENIZER = Path(__file__).parents[3] / "examples/sql_agent/checkpoint"
@@ -49,6 +55,19 @@ def test_a_server_runs_as_long_as_its_block_and_keeps_what_it_answered(tmp_path)
             check_for_long(serving)
     with launch(tmp_path, policy_of(), admin_key="a", runner_key="r") as serving:
         assert HttpStore(serving.url, "a").rollout("r1").reward == 1.0
+
+
+def test_a_server_outlasts_its_clients_connections_and_has_room_for_many(tmp_path) -> None:
+    own: Any = SimpleNamespace(release=None)
+    assert process._Server(own, RequestLimits(), lambda: None).config.timeout_keep_alive > 60  # aiohttp's are kept 15 s
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 900), hard))
+    try:
+        with launch(tmp_path, policy_of(), admin_key="a", runner_key="r") as server:
+            [limit] = re.findall(r"Max open files +(\d+)", Path(f"/proc/{server.pid}/limits").read_text())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert int(limit) == min(2**16, hard)
 
 
 def test_a_server_that_is_told_nothing_ends_without_a_word(tmp_path) -> None:
