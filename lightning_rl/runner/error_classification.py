@@ -36,7 +36,8 @@ def is_infrastructure(error: BaseException, claim: Claim) -> bool:
     """Whether the server of this claim could not be reached, or failed with a 5xx.
 
     The exceptions of HTTP clients (openai, anthropic, httpx, requests) carry the request, and a status where there was
-    an answer. A time-out is the agent's: it chose how long to wait.
+    an answer; of aiohttp's the request is found where they were raised. A time-out is the agent's: it chose how long to
+    wait.
     """
     servers = [resource["anthropic_base_url"] for resource in claim.resources.values() if "base_url" in resource]
     for cause in _causes(error):
@@ -61,11 +62,12 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The status that was answered, where one was (openai keeps it in the error, httpx and requests in the answer)."""
+    """The status that was answered, where one was (openai and aiohttp keep it in the error, httpx and requests in the
+    answer)."""
     for holder in (error, getattr(error, "response", None)):
-        status = getattr(holder, "status_code", None)
-        if isinstance(status, int):
-            return status
+        for name in ("status_code", "status"):
+            if isinstance(status := getattr(holder, name, None), int):
+                return status
     return None
 
 
@@ -74,4 +76,13 @@ def _requested_url(error: BaseException) -> str:
         request = getattr(error, "request", None)
     except RuntimeError:  # httpx: this error belongs to no request
         return ""
-    return str(getattr(request, "url", ""))
+    return str(getattr(request, "url", "")) or _url_of_aiohttp(error)
+
+
+def _url_of_aiohttp(error: BaseException) -> str:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).startswith("aiohttp."):
+            url = frame.f_locals.get("url") or getattr(frame.f_locals.get("self"), "url", "")
+            if url:
+                return str(url)
+    return ""

@@ -1,5 +1,8 @@
 """Only a failure of the rollout's own server is infrastructure; everything else is the agent's."""
 
+import asyncio
+
+import aiohttp
 import httpx
 import openai
 import pytest
@@ -50,6 +53,40 @@ def status(code: int, url: str) -> openai.APIStatusError:
 )
 def test_whose_fault_it_is(claim, error, infrastructure) -> None:
     assert is_infrastructure(error, claim) == infrastructure
+
+
+@pytest.mark.parametrize(
+    ("answer", "infrastructure"),
+    [
+        (b"", True),  # hung up on
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf", True),
+        (b"HTTP/1.1 503 Busy\r\ncontent-length: 0\r\n\r\n", True),
+        (b"HTTP/1.1 400 Bad\r\ncontent-length: 0\r\n\r\n", False),
+        (None, True),  # nobody listens
+    ],
+)
+def test_aiohttps_errors_which_carry_no_request_are_the_servers_too(claim, answer, infrastructure) -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async def ask(path: str) -> BaseException:
+        server = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        ours = "http://{}:{}".format(*server.sockets[0].getsockname())
+        claim.resources["main_llm"] = {"base_url": f"{ours}/ours/v1", "anthropic_base_url": f"{ours}/ours"}
+        if answer is None:
+            server.close()
+            await server.wait_closed()
+        async with server, aiohttp.ClientSession(ours, raise_for_status=True) as session:
+            with pytest.raises(aiohttp.ClientError) as raised:
+                async with session.post(path, json={}) as response:
+                    await response.read()
+        return raised.value
+
+    assert is_infrastructure(asyncio.run(ask("/ours/v1/chat/completions")), claim) == infrastructure
+    assert not is_infrastructure(asyncio.run(ask("/a/tool/of/the/agent")), claim)
 
 
 def answered(code: int) -> httpx.HTTPStatusError:
