@@ -111,8 +111,10 @@ def test_pages_go_on_at_the_cursor_and_filter(store) -> None:
         if cursor is None:
             break
     assert seen == ["r0", "r2", "r4", "r6"]
-    with pytest.raises(Invalid, match="cursor"):
-        store.page(cursor="x")
+    assert store.page(limit=7)[1] is None, "no empty page follows"
+    for nonsense in ("x", "-1", "9" * 40):
+        with pytest.raises(Invalid, match="cursor"):
+            store.page(cursor=nonsense)
 
 
 # Claims
@@ -136,7 +138,22 @@ def test_what_is_shelved_is_claimed_when_it_is_asked_for_again(store) -> None:
 def test_the_running_attempts_of_a_run_are_told_from_the_others(store) -> None:
     store.enqueue([request("r1.one"), request("r1.two"), request("one")])
     assert len(store.claim("w", limit=3)) == 3
-    assert [late.rollout_id for late in store.running(why="session", run_id="one")] == ["r1.one"]
+    (found,) = store.running(why="session", run_id="one")
+    assert found.rollout_id == "r1.one"
+    store.finish("r1.one", found.attempt_id, SUCCEEDED)
+    assert store.running(why="session", run_id="one") == []
+    store.enqueue([request("r2.a_b"), request("r2.axb")])
+    store.claim("w", limit=2)
+    assert [late.rollout_id for late in store.running(why="session", run_id="a_b")] == ["r2.a_b"]
+
+
+def test_workers_are_told_by_name_each_with_its_oldest_attempt_first(store, clock) -> None:
+    store.enqueue([request(f"r{number}") for number in range(3)])
+    for worker in ("b", "a", "b"):
+        store.claim(worker)
+        clock.advance(1)
+    told = {worker.worker_id: [one.rollout_id for one in worker.attempts] for worker in store.workers()}
+    assert list(told.items()) == [("a", ["r1"]), ("b", ["r0", "r2"])]
 
 
 def test_claims_take_the_oldest_first_and_each_once(store) -> None:
@@ -150,14 +167,20 @@ def test_a_worker_gets_its_agents_rollouts_and_those_of_no_agent(store) -> None:
     store.enqueue([request("a", agent="a"), request("b", agent="b"), request("any")])
     claims = store.claim("w", agents=["b"], limit=9)
     assert [c.rollout.rollout_id for c in claims] == ["b", "any"]
+    store.enqueue([request("any2")])
+    assert [c.rollout.rollout_id for c in store.claim("w", agents=[], limit=9)] == ["any2"]
 
 
 def test_the_same_claim_id_gives_the_same_claims(store) -> None:
     store.enqueue([request(f"r{n}") for n in range(3)])
     first = store.claim("w", limit=2, claim_id="c")
     assert store.claim("w", limit=2, claim_id="c") == first
-    with pytest.raises(Conflict, match="claim id c"):
-        store.claim("other", limit=2, claim_id="c")
+    for worker, other in (("other", {}), ("w", {"limit": 1}), ("w", {"agents": ["a"]})):
+        with pytest.raises(Conflict, match="claim id c"):
+            store.claim(worker, claim_id="c", **({"limit": 2} | other))
+    store.claim("w", claim_id="c1")
+    with pytest.raises(Conflict, match="claim id c1"):
+        store.claim("other", claim_id="c1")
 
 
 def test_start_enqueues_and_claims_in_one(store) -> None:
@@ -246,15 +269,18 @@ def test_of_attempts_that_are_asked_about_those_that_run_are_told_and_no_others_
     assert [(place, each.rollout.attempt_id, each.recorded) for place, each in told.items()] == [
         (("r1", second), second, False)
     ]
+    store.add_spans([span(second)])
+    assert store.openings([("r1", second)])["r1", second].recorded
     store.finish("r1", second, SUCCEEDED)
     assert store.openings([("r1", second)]) == {}
 
 
 def test_a_deadline_is_the_agents_failure_and_is_not_retried(store, clock) -> None:
     attempt = one_claim(store, timeout_seconds=20, unresponsive_seconds=1000)
+    store.add_rewards("r1", attempt, [Reward(value=0.5)])
     clock.advance(21)
     (rollout,) = store.sweep()
-    assert rollout.status == "failed"
+    assert (rollout.status, rollout.reward) == ("failed", 0.5)
     assert rollout.error.type == "DeadlineExceeded"
     assert not rollout.error.infrastructure
     assert rollout.counting_attempt_id == attempt
@@ -263,10 +289,16 @@ def test_a_deadline_is_the_agents_failure_and_is_not_retried(store, clock) -> No
 def test_parked_time_moves_the_deadline(store, clock) -> None:
     one_claim(store, timeout_seconds=20, unresponsive_seconds=1000)
     clock.advance(21)
+    (before,) = store.rollout("r1").attempts
     store.postpone(5)
+    (parked,) = store.rollout("r1").attempts
+    assert (parked.deadline_at, parked.lease_expires_at) == (before.deadline_at + 5, before.lease_expires_at)
     assert store.sweep() == []
     clock.advance(5)
     assert len(store.sweep()) == 1
+    ended = store.rollout("r1")
+    store.postpone(5, lease_seconds=5)
+    assert store.rollout("r1") == ended
 
 
 def test_leases_begin_anew_when_a_server_comes_back(store, clock) -> None:
@@ -274,12 +306,18 @@ def test_leases_begin_anew_when_a_server_comes_back(store, clock) -> None:
     clock.advance(100)
     store.renew_leases()
     assert store.sweep() == []
+    store.cancel("r1")
+    ended = store.rollout("r1")
+    clock.advance(100)
+    store.renew_leases()
+    assert store.rollout("r1") == ended
 
 
 def test_infrastructure_is_retried_an_agents_failure_is_not(store, clock) -> None:
     attempt = one_claim(store, max_attempts=2)
     rollout, ended = store.finish("r1", attempt, INFRASTRUCTURE)
     assert (rollout.status, ended.status) == ("queued", "failed")
+    assert (rollout.ended_at, store.rollout("r1").ended_at, ended.ended_at) == (None, None, clock.now)
     clock.advance(PAUSE)
     (claim,) = store.claim("w")
     rollout, _ = store.finish("r1", claim.attempt.attempt_id, AGENT_FAILED)
@@ -319,6 +357,14 @@ def test_a_retry_pauses_twice_as_long_after_each_failure_and_others_pass_it(stor
     assert store.rollout("r1").status == "failed", "it was the last attempt"
 
 
+def test_whoever_asks_again_for_a_rollout_that_pauses_before_a_retry_ends_no_pause(store, clock) -> None:
+    store.finish("r1", one_claim(store), INFRASTRUCTURE)
+    store.enqueue([request("r1")])
+    assert store.claim("w") == []
+    clock.advance(PAUSE)
+    assert len(store.claim("w")) == 1
+
+
 def test_the_pause_before_a_retry_stays_a_minute_however_often_it_failed(store, monkeypatch) -> None:
     attempt = one_claim(store, max_attempts=100_000)
     monkeypatch.setattr(queries, "counted_attempts", lambda *_: 5000)
@@ -344,6 +390,21 @@ def test_time_in_which_the_server_stood_still_counts_against_no_lease_and_no_dea
     assert [late.why for late in store.overdue()] == ["lease"]
 
 
+def test_a_worker_that_was_lost_before_its_deadline_was_over_is_infrastructures_failure(store, clock) -> None:
+    one_claim(store, timeout_seconds=20, unresponsive_seconds=10)
+    clock.advance(21)
+    assert [late.why for late in store.overdue()] == ["lease"]
+    assert [rollout.status for rollout in store.sweep()] == ["queued"]
+
+
+def test_what_is_overdue_for_some_time_is_told_from_the_others(store, clock) -> None:
+    one_claim(store, unresponsive_seconds=10)
+    clock.advance(12)
+    assert store.overdue(since_seconds=3) == []
+    clock.advance(2)
+    assert [late.why for late in store.overdue(since_seconds=3)] == ["lease"]
+
+
 def test_a_lease_is_extended_from_now_on(store, clock) -> None:
     attempt = one_claim(store, unresponsive_seconds=10)
     clock.advance(11)
@@ -366,6 +427,13 @@ def test_finish_again_gives_the_same_answer_another_finish_a_conflict(store) -> 
     with pytest.raises(Conflict):
         store.finish("r1", attempt, Finish(status="succeeded", reward=2.0))
     assert store.rollout("r1").reward == 1.0
+
+
+def test_an_attempt_that_succeeded_has_no_error_whatever_its_worker_says(store) -> None:
+    attempt = one_claim(store)
+    said = ErrorInfo(type="ValueError", message="caught")
+    rollout, ended = store.finish("r1", attempt, Finish(status="succeeded", reward=1.0, error=said))
+    assert (rollout.status, rollout.error, ended.error) == ("succeeded", None, None)
 
 
 def test_cancel_ends_queued_and_running_rollouts_and_leaves_ended_ones(store) -> None:
@@ -428,6 +496,7 @@ def test_a_returned_reward_is_final_else_the_last_emitted_one_without_a_call(sto
     assert ended.rewards == {"reward": 1.0, "format": 0.3}
     _, ended = store.finish("emits", emits, Finish(status="succeeded"))
     assert ended.rewards == {"reward": 0.2, "format": 0.3}
+    assert [(each.call_id, each.value) for each in store.rollout("emits").attempts[0].call_rewards] == [("c1", 9.0)]
     rollout, ended = store.finish("silent", silent, Finish(status="succeeded"))
     assert (rollout.reward, ended.rewards) == (None, {})
 
@@ -471,6 +540,7 @@ def test_traces_hold_every_attempt_with_its_status(store, clock) -> None:
         ("lost", "lost"),
         ("succeeded", "kept"),
     ]
+    assert [attempt.returned for attempt in trace.attempts] == [None, {"reward": 1.0}]
     assert trace.rollout.counting_attempt_id == second
     assert trace.rollout.reward == 1.0
 
@@ -526,6 +596,21 @@ def test_the_attempts_of_a_dead_process_are_lost_and_nobody_elses(store) -> None
     (attempt,) = store.rollout("r0").attempts
     assert (attempt.status, attempt.error.type) == ("lost", "RunnerDied")
     assert store.rollouts(["r2"])[0].status == "running"
+
+
+def test_whatever_ended_an_attempt_from_outside_is_told_as_its_error(store) -> None:
+    reasons = {
+        "worker": "RunnerDied",
+        "server": "ServerGone",
+        "journal": "RecordingLost",
+        "session": "SessionEnded",
+    }
+    store.enqueue([request(why) for why in reasons])
+    for why, error in reasons.items():
+        store.claim(why)
+        store.expire(store.running([why], why=why))
+        (lost,) = store.rollout(why).attempts
+        assert (lost.status, lost.error.type, lost.error.infrastructure) == ("lost", error, True)
 
 
 def test_what_has_ended_since_it_was_found_overdue_stays_as_it_ended(store, clock) -> None:

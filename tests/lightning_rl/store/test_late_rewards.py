@@ -50,6 +50,10 @@ def test_who_was_given_rewards_since_is_told(store: SqlStore) -> None:
     assert (found, now > before) == (["r1"], True)
     assert store.rewarded(now) == ([], now)
     assert store.rewarded() == ([], now)
+    store.enqueue([RolloutRequest(task={}, rollout_id="r2")])
+    (claim,) = store.claim("w")
+    store.add_rewards("r2", claim.attempt.attempt_id, [Reward(value=1.0)])
+    assert store.rewarded(now)[0] == ["r2"]
 
 
 def test_among_late_rewards_the_last_of_a_name_wins(store: SqlStore) -> None:

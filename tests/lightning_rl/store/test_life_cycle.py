@@ -38,3 +38,7 @@ def test_a_status_follows_another_exactly_when_the_table_says_so(table, follow) 
 def test_what_has_ended_stays() -> None:
     assert {"succeeded", "failed", "cancelled"} == ENDED
     assert not any(ROLLOUT_TRANSITIONS[status] for status in ENDED)
+
+
+def test_a_rollout_that_nobody_has_claimed_ends_only_where_it_is_cancelled() -> None:
+    assert ROLLOUT_TRANSITIONS["queued"] & ENDED == {"cancelled"}

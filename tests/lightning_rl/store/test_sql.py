@@ -142,6 +142,25 @@ def test_threads_never_claim_the_same_rollout(url) -> None:
     store.close()
 
 
+def test_a_claim_gives_no_more_than_there_is_room_for() -> None:
+    with closing(SqlStore("sqlite://")) as store:
+        store.enqueue([request(f"r{number}") for number in range(4)])
+        assert [each.rollout.rollout_id for each in store.claim("w", limit=3, room=2)] == ["r0", "r1"]
+        assert [each.rollout.rollout_id for each in store.claim("w", limit=1, room=2)] == ["r2"]
+
+
+def test_an_attempt_whose_records_are_lacking_has_failed_with_the_rewards_that_it_was_given() -> None:
+    lack = ErrorInfo(type="RecordingLost", message="calls are lacking", infrastructure=True)
+    with closing(SqlStore("sqlite://")) as store:
+        attempt = one_claim(store, max_attempts=1)
+        store.add_rewards("r1", attempt, [Reward(value=0.5, name="format")])
+        rollout, ended = store.finish("r1", attempt, SUCCEEDED, lack)
+        assert (rollout.status, rollout.counting_attempt_id) == ("failed", None)
+        assert (ended.status, ended.error, ended.rewards) == ("failed", lack, {"format": 0.5})
+        assert store.trace("r1", attempt).returned is None
+        assert store.finish("r1", attempt, SUCCEEDED, lack) == (store.rollouts(["r1"])[0], ended)
+
+
 def test_no_operation_reads_a_whole_table(tmp_path) -> None:
     """Costs must not grow with the store: every statement of a rollout's way uses an index."""
     statements: list[tuple[str, tuple]] = []
@@ -314,3 +333,12 @@ def test_a_gateway_remembers_its_own_runs_and_none_of_another_whose_name_looks_a
         store.remember_run("g_1", "mine", "{}")
         store.remember_run("gx1", "theirs", "{}")
         assert store.remembered_runs("g_1") == {"mine": "{}"}
+
+
+def test_a_run_that_attaches_elsewhere_is_remembered_there_alone() -> None:
+    with closing(SqlStore("sqlite://")) as store:
+        for gateway_id, run_id in (("g", "one"), ("g", "another-one"), ("h", "one")):
+            store.remember_run(gateway_id, run_id, "{}")
+        assert (store.remembered_runs("g"), store.remembered_runs("h")) == ({"another-one": "{}"}, {"one": "{}"})
+        store.forget_run("h", "one")
+        assert store.remembered_runs("h") == {}
