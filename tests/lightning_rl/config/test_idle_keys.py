@@ -35,6 +35,9 @@ DISTILLED = ["distillation.enabled=true", "distillation.teacher_models.big.model
             [r"model\.lora\.merge, .*model\.lora_alpha: no effect without actor_rollout_ref\.model\.lora_rank"],
         ),
         ([f"{MODEL}lora_alpha=32", f"{MODEL}lora_rank=4"], []),
+        ([f"{MODEL}exclude_modules=lm_head"], [r"exclude_modules: no effect without .*lora_rank"]),
+        (["trainer.early_stopping.min_delta=0.1"], ["min_delta: no effect without trainer.early_stopping.patience"]),
+        (["trainer.early_stopping.min_delta=0.1", "trainer.early_stopping.patience=3"], []),
         (
             [f"{ACTOR}policy_loss.dro_beta=0.1", f"{ACTOR}tau_pos=2"],
             ["tau_pos: no effect without .*loss_mode=sapo", "dro_beta: no effect without .*loss_mode=dro"],
@@ -46,6 +49,12 @@ DISTILLED = ["distillation.enabled=true", "distillation.teacher_models.big.model
         (["critic.optim.lr=0.1", "algorithm.lam=0.9", GAE], []),
         (["algorithm.groups_without_variance=drop"], []),
         (["algorithm.groups_without_variance=drop", GAE], ["groups_without_variance: no effect without an estimator"]),
+        (
+            ["algorithm.groups_without_variance=drop", "algorithm.adv_estimator=reinforce_plus_plus"],
+            ["groups_without_variance: no effect without an estimator"],
+        ),
+        ([f"{ACTOR}loss_scale_factor=8"], ["loss_scale_factor: no effect without .*=seq-mean-token-sum-norm"]),
+        ([f"{ACTOR}loss_scale_factor=8", "critic.loss_agg_mode=seq-mean-token-sum-norm", GAE], []),
         (["critic.value_coef=2", GAE], [r"critic\.value_coef: no effect without critic\.shared_trunk=true"]),
         (
             ["critic.shared_trunk=true", "critic.value_coef=2", "critic.optim.lr=0.1", "critic.model.path=x", GAE],
@@ -60,10 +69,16 @@ DISTILLED = ["distillation.enabled=true", "distillation.teacher_models.big.model
             ["lr_warmup_steps_ratio: no effect without .*lr_warmup_steps=-1"],
         ),
         (
+            [f"{ACTOR}optim.lr_warmup_steps=0", f"{ACTOR}optim.lr_warmup_steps_ratio=0.1"],
+            ["lr_warmup_steps_ratio: no effect without .*lr_warmup_steps=-1"],
+        ),
+        (
             [*DISTILLED, f"{LOSS}use_task_rewards=false", f"{LOSS}distillation_loss_coef=3", f"{ACTOR}entropy_coeff=1"],
             [r"entropy_coeff, .*distillation_loss_coef: no effect without .*use_task_rewards=true"],
         ),
         ([*DISTILLED, f"{LOSS}distillation_loss_coef=3"], []),
+        ([f"{LOSS}use_task_rewards=false", f"{ACTOR}entropy_coeff=1"], []),
+        ([*DISTILLED, f"{LOSS}topk=8", f"{LOSS}control_variate=true"], []),
         (
             [*DISTILLED, f"{LOSS}topk=8", f"{LOSS}log_prob_min_clamp=-9"],
             [r"\.topk: .*loss_mode=forward_kl_tail", r"log_prob_min_clamp: .*loss_mode=forward_kl_topk"],
@@ -71,8 +86,14 @@ DISTILLED = ["distillation.enabled=true", "distillation.teacher_models.big.model
         ([*DISTILLED, f"{LOSS}topk=8", f"{LOSS}loss_mode=jsd_tail", f"{LOSS}use_policy_gradient=false"], []),
         (["algorithm.gamma=0.9"], [r"algorithm\.gamma: no effect without algorithm\.credit\.strategy=discounted"]),
         (["algorithm.gamma=0.9", "algorithm.credit.strategy=return_to_go"], []),
+        (["algorithm.gamma=0.9", "algorithm.credit.strategy=step_groups"], []),
+        (
+            ["algorithm.gamma=0.9", "algorithm.credit.strategy=discounted", "algorithm.credit.function=mine.py:credit"],
+            [r"algorithm\.gamma: no effect without algorithm\.credit\.strategy=discounted"],
+        ),
         (["algorithm.gamma=0.9", "algorithm.adv_estimator=reinforce_plus_plus"], []),
         (["algorithm.norm_adv_by_std_in_grpo=false"], []),
+        (["algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_estimator=grpo_passk"], []),
         (
             ["algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_estimator=rloo"],
             ["norm_adv_by_std_in_grpo: no effect without algorithm.adv_estimator=grpo"],
@@ -97,6 +118,10 @@ DISTILLED = ["distillation.enabled=true", "distillation.teacher_models.big.model
             [r"kl_ctrl\.horizon: no effect without algorithm\.kl_ctrl\.type=adaptive"],
         ),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.horizon=9", "algorithm.kl_ctrl.type=adaptive"], []),
+        (
+            ["algorithm.kl_ctrl.horizon=9"],
+            [r"kl_ctrl\.horizon: no effect without algorithm\.use_kl_in_reward=true"],
+        ),
         (
             ["reward.overlong_buffer.len=8"],
             [r"overlong_buffer\.len: no effect without reward\.overlong_buffer\.enable"],

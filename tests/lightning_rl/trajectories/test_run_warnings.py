@@ -52,6 +52,9 @@ def test_failures_that_are_worth_more_than_rollouts_that_end_well_are_told(
     crashed = trajectory(agent_failed=True, error=ErrorInfo(type="ValueError", message="no"), reward=0.0)
     problems.report("step 1", [crashed, trajectory(reward=0.5), trajectory(reward=-0.5)])
     assert len(told(caplog)) == 1
+    less = trajectory(agent_failed=True, error=crashed.error, reward=-2.0)
+    problems.report("step 1", [crashed, less, trajectory(reward=-1.0)])
+    assert told(caplog) == [], "the least of them is less than the mean"
     problems.report("step 2", [crashed, trajectory(reward=-1.0), trajectory(reward=-0.5)])
     [pays] = told(caplog)
     assert pays.startswith(
@@ -66,6 +69,8 @@ def test_a_client_that_is_kept_for_other_rollouts_is_guessed_at(
     problems.report("step 1", [calls_of_three, *[trajectory(calls=0)] * 3])
     [plain] = told(caplog)
     assert plain.startswith("step 1: 3 of 4 rollouts made no call to the model: ")
+    problems.report("step 2", [calls_of_three, *[trajectory(calls=0, other_calls=1)] * 2])
+    assert told(caplog) == [], "they called other models by themselves"
     problems.report("step 2", [calls_of_three, *[trajectory(calls=0)] * 2])
     [guessed] = told(caplog)
     assert guessed.startswith("step 2: 2 of 3 rollouts made no call, and others have at least as many conversations")
@@ -157,6 +162,7 @@ def test_a_step_of_which_nothing_can_be_learned_ends_the_run(
         problems.check("step 1", [trajectory(**what)] * 2)
     problems.check("step 1", [trajectory(), trajectory(**what), failed("a")])
     problems.check("step 1", [failed("gone", infrastructure=True), trajectory(**what)])
+    problems.check("step 1", [failed("a"), failed("gone", infrastructure=True)])
     problems.check("step 1", [])
 
 
@@ -200,5 +206,5 @@ def test_rewards_that_the_weights_do_not_name_are_told_with_them(caplog: pytest.
 def test_where_rewards_count_nothing_none_is_missed(caplog: pytest.LogCaptureFixture) -> None:
     problems = Problems(Path("/run"), rewards_count=False)
     problems.check("step 1", [trajectory(agent_failed=True)])
-    problems.report("step 1", [trajectory(agent_failed=True)])
+    problems.report("step 1", [trajectory(agent_failed=True, reward=0.0), trajectory(reward=-1.0)])
     assert told(caplog) == []
