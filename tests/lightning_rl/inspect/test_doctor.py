@@ -133,6 +133,7 @@ SICK: list[tuple[dict[str, Any], str, str, float]] = [
     ({"rollouts": several(3, calls=[SILENT])}, "missing_logprobs", "look at it", 1.0),
     ({"rollouts": several(3, calls=[SILENT]), "config": BYPASS}, "missing_logprobs", "stops learning", 1.0),
     ({"rollouts": forked(1, ForkCause.EDITED_TEXT)}, "drift_edited_text", "look at it", 0.05),
+    ({"rollouts": forked(4, ForkCause.EDITED_TEXT)}, "drift_edited_text", "slows learning", 0.2),
     ({"rollouts": forked(10, ForkCause.REASONING_STRIPPED)}, "drift_reasoning_stripped", "slows learning", 0.5),
     ({"rollouts": [*several(3, calls=ANEW, forks=EDITED), GOOD]}, "history_rewritten", "look at it", 1.0),
     ({"rollouts": several(2, calls=[CUT]) + several(8, calls=[TALK[0]])}, "truncation", "look at it", 0.2),
@@ -189,6 +190,7 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ({}, ""),
     ({"steps": steps_of(([1.0, 1.0], 0.0), *[([0.0, 1.0], 1.0)] * 2)}, "groups_without_variance"),
     ({"steps": steps_of(*[([1.0, 1.0], 0.5)] * 4)}, "groups_without_variance"),  # calls had rewards of their own
+    ({"steps": steps_of(*[([1.0], 0.0)] * 4, *[([0.0, 1.0], 1.0)] * 2)}, "groups_without_variance"),  # groups of one
     ({"steps": steps_of(*[([1.0], 0.5)] * 4)}, "groups_of_one"),  # compared with a critic's values
     (
         {"steps": steps_of(*[([1.0, 1.0], 0.0)] * 4), "config": {"distillation": TEACHER_ALONE}},
@@ -235,6 +237,7 @@ WELL: list[tuple[dict[str, Any], str]] = [
     ({"metrics": trend("actor__entropy", [1.0] * 6 + [0.2] * 2)}, "entropy_collapse"),
     ({"metrics": trend("tokens__excluded__validation", [60.0])}, "excluded_validation"),
     ({"metrics": trend("tokens__excluded__tuning", [60.0])}, "excluded_tuning"),
+    ({"metrics": trend("tokens__excluded__not_selected", [60.0])}, "excluded_not_selected"),
     (
         {
             "metrics": trend("tokens__excluded__greedy_logprobs", [60.0]),
@@ -261,6 +264,12 @@ def test_what_only_looks_like_it_is_not_told(run: dict[str, Any], name: str, tmp
     found = findings(run_of(tmp_path, **run))
     assert name not in found
     assert name or not found
+
+
+def test_groups_that_are_alike_for_different_reasons_are_told_as_those_of_the_estimator(tmp_path: Path) -> None:
+    whitened = [msgspec.structs.replace(one, alike=True) for one in group(1, 1, [0.0, 1.0], 0.5)]
+    found = findings(run_of(tmp_path, steps=[step_of(1, *group(1, 0, [1.0, 1.0], 0.0), *whitened)]))
+    assert "rollouts of which the estimator finds none better" in found["groups_without_variance"].told
 
 
 def test_a_policy_that_stands_still_names_the_learning_rate(tmp_path: Path) -> None:

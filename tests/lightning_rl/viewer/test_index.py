@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from lightning_rl.inspect.recorded import NotRecorded
-from lightning_rl.store.contract import ErrorInfo, Finish, Reward, RolloutRequest
+from lightning_rl.store.contract import ErrorInfo, Finish, Reward, Rollout, RolloutConfig, RolloutRequest
 from lightning_rl.trajectories import step_record
 from lightning_rl.viewer import search
+from lightning_rl.viewer.index import Called, Index, row_of
 from lightning_rl.viewer.run import ViewedRun
 from lightning_rl.viewer.search import WrongQuery
 from lightning_rl_adapters import semconv
@@ -195,6 +197,75 @@ def test_one_rollout_is_read_without_its_steps_others(run: ViewedRun) -> None:
     assert found is not None
     step, record = found
     assert (step.step, step.rule, len(step.rollouts), record.reward) == (1, "final", 1, 1.0)
+
+
+def ended(rollout_id: str, **more: Any) -> Rollout:
+    return Rollout(
+        rollout_id=rollout_id, group_id="g", agent=None, resources_id=None, config=RolloutConfig(), metadata={},
+        attempt_count=1, created_at=1.0, ended_at=3.5,
+        **{"task": "t", "mode": "train", "status": "succeeded", "counting_attempt_id": "a"} | more,
+    )  # fmt: skip
+
+
+def row(index: Index, rollout_id: str) -> dict[str, Any]:
+    """What the index has of a rollout, with the reasons why something of it is not trained."""
+    with index.reading() as connection:
+        found = dict(connection.execute("SELECT * FROM rollouts WHERE rollout_id = ?", [rollout_id]).fetchone())
+        reasons = connection.execute("SELECT reason FROM exclusions WHERE position = ?", [found["position"]])
+        return found | {"reasons": sorted(reason for (reason,) in reasons)}
+
+
+def test_what_a_step_made_of_a_rollout_stays_when_the_rollout_is_read_again() -> None:
+    made = record_of(1, {"r": (1.0, 1.0, 3)})
+    [of_rollout] = made.rollouts
+    first, second, third = of_rollout.calls.values()
+    calls = {
+        "c1": replace(first, left_out="stale"),  # of which some was trained
+        "c2": replace(second, trained_tokens=0, left_out="undelivered"),
+        "c3": replace(third, trained_tokens=0),
+    }
+    checked = replace(of_rollout, rollout_id="checked", calls={}, left_out="validation")
+    made = replace(made, rollouts=[replace(of_rollout, calls=calls, left_out="overlong"), checked])
+    with closing(Index()) as index:
+        for _ in range(2):
+            index.put([(0, ended("r")), (1, ended("gone", status="cancelled", counting_attempt_id=None))])
+            index.put([(2, ended("checked", mode="val"))])
+            index.put_step(made, 1)
+            index.put([(0, ended("r")), (2, ended("checked", mode="val"))])
+        assert row(index, "r")["reasons"] == ["overlong", "undelivered"]
+        assert row(index, "gone")["reasons"] == ["cancelled"]
+        assert row(index, "checked")["reasons"] == ["validation"]
+
+
+def test_calls_weigh_by_their_trained_tokens_and_penalties_are_no_part_of_the_reward() -> None:
+    made = record_of(1, {"silent": (0.25, 1.0, 2), "told": (9.0, 1.0, 1)})
+    first, second = made.rollouts[0].calls.values()
+    calls = {"c1": first, "c2": replace(second, trained_tokens=3, advantage=-1.0)}
+    silent = replace(made.rollouts[0], calls=calls, overlong_penalty=-0.5, kl_penalty=-0.25)
+    with closing(Index()) as index:
+        index.put([(0, ended("silent")), (1, ended("told", reward=0.5, rewards={"reward": 0.5, "style": 1.0}))])
+        index.put_step(replace(made, rollouts=[silent, made.rollouts[1]]), 1)
+        found = row(index, "silent")
+        assert (found["trained"], found["advantage"], found["reward"], found["seconds"]) == (4, -0.5, 1.0, 2.5)
+        told = row_of(row(index, "told"))
+        assert told["reward"] == 0.5, "what the store has is the reward"
+        assert told["rewards"] == {"reward": 0.5, "style": 1.0}
+
+
+def test_calls_are_counted_and_what_they_say_may_be_no_unicode() -> None:
+    call = Called(rollout_id="r", ids=2, reported=3, forked=True, text="an answer \ud83d")
+    with closing(Index()) as index:
+        index.put([(0, ended("r"))])
+        index.put_calls([call, call, replace(call, forked=False), replace(call, rollout_id="unknown")])
+        found = row(index, "r")
+        assert (found["calls"], found["ids"], found["reported"], found["forks"]) == (3, 6, 9, 2)
+
+
+def test_long_tasks_that_begin_alike_are_different_tasks() -> None:
+    with closing(Index()) as index:
+        index.put([(number, ended(f"r{number}", task="x" * 500 + end)) for number, end in enumerate("aab")])
+        keys = [row(index, f"r{number}")["task_key"] for number in range(3)]
+        assert keys[0] == keys[1] != keys[2]
 
 
 def test_what_is_no_path_of_the_page_is_named(run: ViewedRun) -> None:
