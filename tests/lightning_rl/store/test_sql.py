@@ -124,6 +124,21 @@ def test_another_kind_of_database_is_refused_with_what_to_give() -> None:
         SqlStore("run.db")
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql+psycopg://user:secret@host/db",
+        "postgresql+psycopg://user@host/db?password=secret",
+        "postgresql+psycopg://user@host/db?sslmode=require&sslpassword=secret",
+        "user:secret@host",
+    ],
+)
+def test_no_password_of_a_url_is_shown(url: str) -> None:
+    shown = databases.shown(url)
+    assert "secret" not in shown
+    assert "host" in shown
+
+
 def test_threads_never_claim_the_same_rollout(url) -> None:
     store = SqlStore(url)
     store.enqueue([request() for _ in range(60)])
