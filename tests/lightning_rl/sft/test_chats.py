@@ -53,6 +53,12 @@ def test_every_answer_is_learned_and_one_of_weight_0_is_context(tmp_path: Path) 
     found.metrics(0)  # the account balances
 
 
+def test_what_is_null_in_a_message_was_not_given(tmp_path: Path) -> None:
+    nulls = [message | {"weight": message.get("weight"), "name": None, "tool_calls": None} for message in TALK]
+    found = load(write(tmp_path / "chats.jsonl", [{"messages": nulls}]))
+    assert trained(found) == trained(load(write(tmp_path / "plain.jsonl", [{"messages": TALK}])))
+
+
 def test_rewards_choose_and_parquet_holds_the_same(tmp_path: Path) -> None:
     chats = [{"messages": TALK[:3], "reward": 1.0}, {"messages": [*TALK[:2], said("assistant", "no")], "reward": 0.0}]
     file = write(tmp_path / "chats.jsonl", chats)

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from lightning_rl import tutorial
+from lightning_rl.inference.adapters import B
 from lightning_rl.inference.engine import EmbeddedEngine
 from lightning_rl.inference.load import load_model
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
@@ -134,6 +136,27 @@ def test_targets_are_names_or_a_regex_and_an_unknown_one_is_named() -> None:
     ]
     with pytest.raises(ValueError, match=r"no adapter for target_modules=.*qq_proj"):
         adapted(make("qwen2"), ["qq_proj"])
+
+
+@pytest.mark.parametrize("excluded", [["down_proj"], r".*down_proj"])
+def test_what_is_excluded_gets_no_adapter(excluded: Any) -> None:
+    all_of_them, others = (
+        lora.changed(adapted(make("qwen2"), exclude=out)).described.keys() for out in (None, excluded)
+    )
+    assert others == {name for name in all_of_them if "down_proj" not in name} != all_of_them
+
+
+def test_an_alpha_that_is_no_whole_number_counts_with_its_fraction() -> None:
+    fraction, whole = (
+        dict(lora.low_rank(stirred(adapted(make("qwen2"), ["q_proj"], alpha=alpha)))) for alpha in (1.5, 1)
+    )
+    for name, matrix in whole.items():
+        torch.testing.assert_close(fraction[name], 1.5 * matrix if name.endswith(B) else matrix)
+
+
+def test_a_saved_adapter_on_the_embedding_holds_no_weight_of_the_model(tmp_path: Path) -> None:
+    lora.save(adapted(make("llama-biased"), ["q_proj", "embed_tokens"]), tmp_path)
+    assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
 
 
 def test_a_saved_adapter_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -145,17 +145,29 @@ def test_what_ended_and_was_not_taken_is_told() -> None:
     assert groups.hand_over(0, 40, 1.0).queued == 4
 
 
-def test_sampling_is_idle_from_the_last_end_to_the_next_asking() -> None:
+def test_sampling_is_idle_from_the_last_end_to_the_next_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     rollouts = Scripted(lambda waiting: waiting)
+    read = rollouts.read
+
+    def slowly(rollout_ids: Sequence[str]) -> list[Trajectory]:
+        rollouts.now += 2.0
+        return read(rollout_ids)
+
+    monkeypatch.setattr(rollouts, "read", slowly)
     groups = in_flight(OneStepOff(1), rollouts)
     groups.hand_over(0, 3, 1.0)
-    asked_again, ended = rollouts.now, rollouts.done["1.0-0"].ended_at
-    assert ended is not None
-    assert groups.idle_seconds == asked_again - ended
+    assert groups.idle_seconds == 2.0
     rollouts.end(["2.0-0"])
-    before = groups.idle_seconds
+    rollouts.now += 1.0
     groups.ask(2, 0)  # while 2.0-1 is open
-    assert groups.idle_seconds == before
+    assert groups.idle_seconds == 2.0
+
+
+def test_groups_of_several_versions_that_a_killed_run_had_in_flight_keep_their_order() -> None:
+    rollouts = Scripted(lambda waiting: waiting)
+    groups = in_flight(Async(2, 2), rollouts, state={"asked": 4, "groups": [(0, 1), (1, 0), (3, 1)]})
+    assert groups.rollout_ids == ["1.0-0", "1.0-1", "1.1-0", "1.1-1", "2.1-0", "2.1-1"]
+    assert names(groups.hand_over(2, 40, 1.0).taken) == ["1.0", "1.1"]
 
 
 def test_what_a_killed_run_had_in_flight_is_asked_for_again_and_nothing_else() -> None:
