@@ -227,6 +227,22 @@ def test_a_store_that_cannot_be_written_says_which_and_goes_on_later(tmp_path) -
     store.close()
 
 
+def test_a_store_that_may_only_be_read_is_told_as_one_that_cannot_be_written(tmp_path) -> None:
+    with closing(SqlStore(f"sqlite:///{tmp_path / 'store.db'}")) as store:
+        store._database.write(lambda connection: connection.exec_driver_sql("PRAGMA query_only = ON"))
+        with pytest.raises(StoreUnwritable, match=r"store\.db cannot be written \(.*readonly"):
+            store.enqueue([request("r1")])
+
+
+def test_a_store_whose_log_was_deleted_stores_nothing_more(tmp_path) -> None:
+    file = tmp_path / "store.db"
+    with closing(SqlStore(f"sqlite:///{file}")) as store:
+        store.enqueue([request("r1")])
+        (tmp_path / "store.db-wal").unlink()
+        with pytest.raises(StoreUnwritable, match=rf"{file}-wal was deleted; nothing more is stored"):
+            store.enqueue([request("r2")])
+
+
 def test_a_file_that_is_no_database_is_refused(tmp_path) -> None:
     file = tmp_path / "store.db"
     file.write_bytes(b"no database" * 100)
