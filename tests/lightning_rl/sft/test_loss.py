@@ -87,3 +87,20 @@ def test_it_is_cross_entropy_of_the_answers_each_token_once(weights: tuple[float
     assert found["actor/pg_loss"] == pytest.approx(expected.item(), rel=1e-6)  # weights are float32
     for ours, theirs in zip(student.parameters(), oracle.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-8)
+
+
+def test_what_is_of_ppo_alone_has_no_part_in_supervised_training() -> None:
+    actor = {"ppo_epochs": 3, "use_kl_loss": True, "entropy_coeff": 0.5, "loss_agg_mode": "seq-mean-token-sum"}
+    settings = compose(
+        {
+            "data": {"train_batch_size": 2},
+            "sft": {"lr": 0.25},
+            "actor_rollout_ref": {"actor": actor | {"optim": {"lr": 1e-2}}},
+            "algorithm": {"use_kl_in_reward": True},
+        }
+    )
+    found = as_trained(settings)
+    ours = found.actor_rollout_ref.actor
+    assert (ours.ppo_epochs, ours.use_kl_loss, ours.entropy_coeff) == (1, False, 0.0)
+    assert (ours.loss_agg_mode, ours.ppo_mini_batch_size, ours.optim.lr) == ("token-mean", 2, 0.25)
+    assert not found.algorithm.use_kl_in_reward

@@ -141,3 +141,16 @@ def test_the_command_trains_and_says_what_is_next(traces: Path, tmp_path: Path) 
 def test_without_traces_it_says_what_to_name() -> None:
     with pytest.raises(ConfigError, match=r"sft\.traces names nothing"):
         lrl.SFT()
+
+
+def test_a_step_in_so_many_is_due_and_the_last_one(traces: Path) -> None:
+    sft = lrl.SFT(CONFIG, traces=traces)
+
+    def due(every: int) -> list[int]:
+        found = []
+        for sft.step in range(1, 6):
+            if sft._due(every, 5):
+                found.append(sft.step)
+        return found
+
+    assert (due(2), due(0), due(-1)) == ([2, 4, 5], [5], [5])

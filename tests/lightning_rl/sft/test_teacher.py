@@ -159,3 +159,12 @@ def test_a_teacher_needs_an_agent_and_tasks(tmp_path: Path) -> None:
         lrl.Trainer(agent, run_dir=tmp_path).fit(lrl.SFT(CONFIG, traces=tmp_path), TASKS)
     with pytest.raises(ConfigError, match="leave the val_dataset out"):
         lrl.Trainer(agent, run_dir=tmp_path).fit(lrl.SFT(CONFIG, teacher=CHECKPOINT), TASKS, TASKS)
+
+
+def test_the_teacher_plays_every_part_that_no_frozen_model_has() -> None:
+    backends = {name: {"kind": "openai", "url": "http://127.0.0.1:1"} for name in ("judge", "helper")}
+    sft = lrl.SFT(CONFIG | {"gateway": {"backends": backends}}, teacher=CHECKPOINT)
+    sft.answer_for(["judge", "planner"])
+    assert set(sft.resources or ()) == {"main_llm", "judge", "helper", "planner"}
+    assert sft.teacher is not None
+    assert sft.teacher.resources == ("main_llm", "planner")
