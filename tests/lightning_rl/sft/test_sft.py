@@ -154,3 +154,9 @@ def test_a_step_in_so_many_is_due_and_the_last_one(traces: Path) -> None:
         return found
 
     assert (due(2), due(0), due(-1)) == ([2, 4, 5], [5], [5])
+
+
+def test_the_order_of_the_batches_hangs_on_their_size_the_shuffle_and_the_seed(traces: Path) -> None:
+    data = [{}, {"seed": 7}, {"shuffle": False}, {"train_batch_size": 4}]
+    orders = [lrl.SFT({**CONFIG, "data": CONFIG["data"] | each}, traces=traces)._order_of_now for each in data]
+    assert len(set(orders)) == len(orders)
