@@ -7,6 +7,7 @@ import inspect
 import math
 
 import pytest
+from msgspec.structs import replace
 
 from lightning_rl.store import queries
 from lightning_rl.store.contract import (
@@ -284,6 +285,16 @@ def test_a_deadline_is_the_agents_failure_and_is_not_retried(store, clock) -> No
     assert rollout.error.type == "DeadlineExceeded"
     assert not rollout.error.infrastructure
     assert rollout.counting_attempt_id == attempt
+
+
+def test_an_attempt_that_ran_out_of_time_after_the_gateway_failed_a_call_of_it_is_tried_again(store, clock) -> None:
+    one_claim(store, timeout_seconds=20, unresponsive_seconds=1000)
+    clock.advance(21)
+    (late,) = store.overdue()
+    (rollout,) = store.expire([replace(late, failure="the engine is gone")])
+    (lost,) = store.rollout("r1").attempts
+    assert (rollout.status, lost.status, lost.error.infrastructure) == ("queued", "lost", True)
+    assert lost.error.message.endswith("(the gateway had failed with a call of it: the engine is gone)")
 
 
 def test_parked_time_moves_the_deadline(store, clock) -> None:
