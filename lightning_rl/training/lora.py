@@ -5,6 +5,7 @@ rounding; so only plain LoRA is taken, and no weight that is tied to another.
 """
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -50,7 +51,7 @@ def adapted(
     Args:
         model: a causal LM of transformers.
         rank, alpha: the adapter counts alpha / rank times.
-        targets: names of modules, a regex of their whole names, or all-linear.
+        targets: a name of modules (`q_proj`) or several, a regex of their whole names, or all-linear.
         exclude: which of these get none, named likewise.
         adapter_path: a `peft` folder to go on from, which says itself what it adapts; its dropout is left out, since
             what is sampled must be what is trained. None: a fresh adapter (A random, B zero), which changes nothing.
@@ -69,8 +70,8 @@ def adapted(
             task_type="CAUSAL_LM",
             r=rank,
             lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # it is multiplied with
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            exclude_modules=exclude if exclude is None or isinstance(exclude, str) else list(exclude),
+            target_modules=_named(targets),
+            exclude_modules=None if exclude is None else _named(exclude),
         )
     else:
         config = _config_of(Path(adapter_path), rank, alpha)
@@ -89,6 +90,13 @@ def adapted(
         _load(made, Path(adapter_path))
     ready: nn.Module = made.eval()
     return ready
+
+
+def _named(modules: str | Sequence[str]) -> str | list[str]:
+    """Modules as `peft` is told of them, for which a text is a regex of whole names."""
+    if not isinstance(modules, str):
+        return list(modules)
+    return [modules] if re.fullmatch(r"[\w.]+", modules) else modules  # all-linear has a hyphen
 
 
 def adapts_ends(model: nn.Module) -> bool:
