@@ -148,7 +148,7 @@ class Trainer:
         self.adapter = adapter
         self.initial_resources = initial_resources
         self.n_runners = n_runners
-        self.run_dir = None if run_dir is None else Path(run_dir).resolve()
+        self.run_dir = None if run_dir is None else Path(run_dir).expanduser().resolve()
         self._fixed_run_dir = run_dir is not None
         self.port = port
         self.isolation = isolation

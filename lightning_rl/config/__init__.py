@@ -11,6 +11,7 @@ import math
 import re
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
@@ -45,6 +46,7 @@ _log = logging.getLogger(__name__)
 _ONE_AT_A_TIME = threading.RLock()  # Hydra keeps one state for all threads, and msgspec makes its types without a lock
 _CONVERSION = re.compile(r"(?P<what>.*?)(?: - at (?P<names>`key` in )?`\$\.?(?P<place>[^`]*)`)?", re.DOTALL)
 _LONGEST_VALUE = 200  # characters
+_BOUND = re.compile(r"clip|clamp|threshold|_[lu]b$")  # names of keys that bound something
 
 
 class ConfigError(Explained, ValueError):
@@ -149,11 +151,12 @@ def _undotted(layer: DictConfig) -> DictConfig:
         return layer
     plain = OmegaConf.to_container(layer)  # references stay as they are written
     assert isinstance(plain, dict)
+    for name, times in Counter(name for name, _ in leaves(plain)).items():
+        if times > 1:
+            raise ConfigError(f"config key {name} is given twice, once in a group of its own: leave one out")
     rest = OmegaConf.create({name: value for name, value in plain.items() if name not in dotted})
     for name in map(str, dotted):
-        if OmegaConf.select(rest, name) is not None:
-            raise ConfigError(f"config key {name} is given twice, once in a group of its own: leave one out")
-        OmegaConf.update(rest, name, plain[name], force_add=True)
+        OmegaConf.update(rest, name, plain[name], merge=True, force_add=True)
     return rest
 
 
@@ -389,7 +392,7 @@ def _nearest(name: str, valid: frozenset[str]) -> str:
 
 
 def _checked(merged: Any, schema: type[C]) -> C:
-    _refuse_endless(merged, "")
+    _refuse_unusable(merged, "")
     try:
         return msgspec.convert(merged, schema)
     except msgspec.ValidationError as error:
@@ -402,13 +405,13 @@ def _checked(merged: Any, schema: type[C]) -> C:
         raise ConfigError(f"{told}{given}: {what[0].lower()}{what[1:]}{_choices(schema, place)}") from error
 
 
-def _refuse_endless(value: Any, name: str) -> None:
-    """Raises ConfigError for NaN and infinities, which no key has a use for, and which a file cannot keep."""
-    if isinstance(value, float) and not math.isfinite(value):
+def _refuse_unusable(value: Any, name: str) -> None:
+    """Raises ConfigError for NaN, and for infinities where they are not of a bound, which bounds nothing then."""
+    if isinstance(value, float) and not math.isfinite(value) and (math.isnan(value) or not _BOUND.search(name)):
         raise ConfigError(f"config key {name} is {value}: give a finite number")
     entries = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in entries:
-        _refuse_endless(inner, f"{name}.{key}" if name else str(key))
+        _refuse_unusable(inner, f"{name}.{key}" if name else str(key))
 
 
 def _at(merged: Any, place: str) -> Any:

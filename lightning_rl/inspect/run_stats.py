@@ -230,11 +230,11 @@ def _look(connection: sa.Connection, evidence: Evidence) -> None:
     status = {row.rollout_id: row.status for row in training}
     evidence.rollouts = len(status)
     called = _look_at_calls(connection, evidence, status)
-    _look_at_attempts(connection, evidence, status)
+    failed = _look_at_attempts(connection, evidence, status)
     silent = [one for one, how in status.items() if how in ENDED and how != "cancelled" and one not in called]
     for rollout_id in silent:
         evidence.without_calls.add(rollout_id)
-        evidence.failed_silently += status[rollout_id] == "failed"
+        evidence.failed_silently += rollout_id in failed
     _look_for_calls(connection, evidence, silent[-_READ:])
 
 
@@ -295,7 +295,9 @@ def _marks(attributes: _SpanAttributes) -> Iterator[str]:
         yield attributes.cause
 
 
-def _look_at_attempts(connection: sa.Connection, evidence: Evidence, status: Mapping[str, str]) -> None:
+def _look_at_attempts(connection: sa.Connection, evidence: Evidence, status: Mapping[str, str]) -> set[str]:
+    """Tally the attempts; the rollouts whose agents failed in the last one."""
+    failed: set[str] = set()
     table = schema.attempts.c
     query = sa.select(table.rollout_id, table.status, table.reward, table.rewards, table.error)
     given: dict[str, bool] = {}
@@ -308,11 +310,13 @@ def _look_at_attempts(connection: sa.Connection, evidence: Evidence, status: Map
         evidence.attempts += 1
         named = set(msgspec.json.decode(row.rewards) if row.rewards else ())
         evidence.reward_names |= named
+        failed.discard(row.rollout_id)
         if error is not None:
             kinds = evidence.infrastructure if error.infrastructure else evidence.errors
             kinds.setdefault(error.type, Tally()).add(row.rollout_id)
             if not error.infrastructure:
                 evidence.messages[error.type] = error.message.strip()
+                failed.add(row.rollout_id)
         elif row.status == "succeeded":
             given[row.rollout_id] = row.reward is not None or not evidence.settings.weights.keys().isdisjoint(named)
     table = schema.rewards.c
@@ -322,6 +326,7 @@ def _look_at_attempts(connection: sa.Connection, evidence: Evidence, status: Map
     for rollout_id, holds in given.items():
         if not holds and rollout_id not in of_calls:
             evidence.without_reward.add(rollout_id)
+    return failed
 
 
 def _gaps(connection: sa.Connection, rollouts: Iterable[RolloutRecord]) -> Iterator[tuple[str, float]]:

@@ -114,6 +114,7 @@ class Collector:
         self._rules = rules
         self._state = state
         self._learners = learners
+        self._reward_names = set(config.policies).union(*map(_rewards_of, learners))
         self._models = [learner.state.account.model for learner in learners]
         self.ledger = RunLedger({learner.name: learner.parts.ledger for learner in learners}, algorithm.store)
         self._reporter = reporter
@@ -258,7 +259,7 @@ class Collector:
         self._reporter.warnings.report(when, trajectories)
         for policy in (learner.policy for learner in self._learners):
             if policy.reward is not None and policy.reward == policy.name:
-                self._reporter.warnings.report_misspelt_policy(policy.name, self._config.policies, trajectories)
+                self._reporter.warnings.report_misspelt_policy(policy.name, self._reward_names, trajectories)
             elif policy.reward is not None:
                 key = f"policies.{policy.name}.reward"
                 self._reporter.warnings.report_missing_reward(key, policy.reward, trajectories)
@@ -389,6 +390,12 @@ def shuffled_batches(config: Config, dataset: Dataset) -> Iterator[Tasks]:
             shuffle.shuffle(order)
         for start in range(0, len(order) - size + 1, size):
             yield [(i, _task(dataset, i)) for i in order[start : start + size]]
+
+
+def _rewards_of(learner: PolicyLearner) -> set[str]:
+    """The names of rewards that the keys of a policy give."""
+    policy, algorithm = learner.policy, learner.policy.config.algorithm
+    return {*(algorithm.credit.weights or ()), *algorithm.compared_rewards, policy.reward or policy.name}
 
 
 def _task(dataset: Dataset, index: int) -> Any:

@@ -12,6 +12,7 @@ from lightning_rl.store.contract import Claim, ErrorInfo
 from lightning_rl.store.errors import Unreachable
 from lightning_rl_adapters.text import encodable
 
+_AIOHTTPS = "aiohttp.client_exceptions.ClientError"
 _ENDS = 16 * 1024  # characters that are kept of the beginning, and of the end
 
 
@@ -80,6 +81,8 @@ def _requested_url(error: BaseException) -> str:
 
 
 def _url_of_aiohttp(error: BaseException) -> str:
+    if not any(f"{kind.__module__}.{kind.__name__}" == _AIOHTTPS for kind in type(error).__mro__):
+        return ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if str(frame.f_globals.get("__name__")).startswith("aiohttp."):
             url = frame.f_locals.get("url") or getattr(frame.f_locals.get("self"), "url", "")

@@ -35,6 +35,8 @@ _PLAIN = {
     "task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode",
 }  # fmt: skip
 
+_NAME = re.compile(r"\w+")
+
 
 def adapted(
     model: nn.Module,
@@ -52,7 +54,7 @@ def adapted(
         model: a causal LM of transformers.
         rank, alpha: the adapter counts alpha / rank times.
         targets: a name of modules (`q_proj`) or several, a regex of their whole names, or all-linear.
-        exclude: which of these get none, named likewise.
+        exclude: which of these get none, named likewise; of a name all that is in modules of that name.
         adapter_path: a `peft` folder to go on from, which says itself what it adapts; its dropout is left out, since
             what is sampled must be what is trained. None: a fresh adapter (A random, B zero), which changes nothing.
         seed: of A.
@@ -60,8 +62,8 @@ def adapted(
     Its numbers are float32, or those of the model where these are finer.
 
     Raises:
-        ValueError: no module fits `targets`, the adapter is not of this rank and alpha, is not plain LoRA, or would
-            sit on a weight that is tied to another.
+        ValueError: no module fits `targets`, or `exclude`, the adapter is not of this rank and alpha, is not plain
+            LoRA, or would sit on a weight that is tied to another.
     """
     import peft  # seconds: not where nobody adapts
 
@@ -71,16 +73,22 @@ def adapted(
             r=rank,
             lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # it is multiplied with
             target_modules=_named(targets),
-            exclude_modules=None if exclude is None else _named(exclude),
+            exclude_modules=None if exclude is None else _with_parts(exclude),
         )
     else:
         config = _config_of(Path(adapter_path), rank, alpha)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(), warnings.catch_warnings():
         torch.manual_seed(seed)
+        warnings.filterwarnings("error", message=".* no modules were excluded")
         try:
             made: Any = peft.get_peft_model(model, config)
         except ValueError as error:
             raise ValueError(f"no adapter for target_modules={config.target_modules!r}: {error}") from error
+        except UserWarning as error:
+            raise ValueError(
+                f"exclude_modules={exclude!r} leaves nothing out: give last parts of names, such as down_proj, or a "
+                r"regex of whole names, such as model\.layers\.0\..*"
+            ) from error
     _require_own_weights(made)
     for layer in _layers(made).values():
         if layer.get_base_layer().weight.is_meta:  # others have the weights; an adapter is small
@@ -96,7 +104,15 @@ def _named(modules: str | Sequence[str]) -> str | list[str]:
     """Modules as `peft` is told of them, for which a text is a regex of whole names."""
     if not isinstance(modules, str):
         return list(modules)
-    return [modules] if re.fullmatch(r"[\w.]+", modules) else modules  # all-linear has a hyphen
+    return [modules] if _NAME.fullmatch(modules) else modules  # all-linear has a hyphen
+
+
+def _with_parts(modules: str | Sequence[str]) -> str | list[str]:
+    """The same, with what is in them: `self_attn` has no weights but those of its parts."""
+    names = [modules] if isinstance(modules, str) else modules
+    if not all(_NAME.fullmatch(name) for name in names):
+        return _named(modules)
+    return rf"(.*\.)?({'|'.join(names)})(\..*)?"
 
 
 def adapts_ends(model: nn.Module) -> bool:

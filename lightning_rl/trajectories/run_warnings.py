@@ -32,7 +32,7 @@ _CALLS_OF_OTHERS = (
     "from one rollout to another (a global one, a cached one), it calls as that other, and what is sampled so is "
     "trained with that other's reward. Make a client in each rollout; those of llm.openai() share connections"
 )
-_NEARLY = 0.75  # of the letters of a name
+_NEARLY = 0.9  # of the letters of a name
 _MANY = 4  # rollouts: fewer without a call are no sign
 _LONGEST_MESSAGE, _LONGEST_TRACEBACK = 500, 4000  # characters that are shown
 _log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Problems:
         """Warn where no rollout has a reward of the policy's name, and some have one whose name is nearly that, and is
         none of the `others`'."""
         there = {named for trajectory in trajectories for named in trajectory.rewards.named}
-        near = difflib.get_close_matches(policy, there.difference(others), n=1, cutoff=_NEARLY)
+        near = [name for name in sorted(there.difference(others)) if _misspelt(name, policy)]
         if policy in there or not near or policy in self._told:
             return
         self._told.add(policy)
@@ -181,6 +181,15 @@ class Problems:
             )
             found.append(("overlong", text))
         return found
+
+
+def _misspelt(name: str, meant: str) -> bool:
+    """Whether letters are exchanged, or hardly one is another; not a word with an ending."""
+    one, other = name.casefold(), meant.casefold()
+    if one == other or sorted(one) == sorted(other):
+        return True
+    ending = one.startswith(other) or other.startswith(one)
+    return not ending and difflib.SequenceMatcher(None, one, other).ratio() >= _NEARLY
 
 
 def _failing_pays(trajectories: Sequence[Trajectory]) -> tuple[int, str] | None:

@@ -182,7 +182,7 @@ class TokenEngine:
                     read = True
                 if choice.token_ids:
                     sampled += len(choice.token_ids)
-                    if choice.finish_reason is None and choice.weight_versions:  # the embedded engine's, as they change
+                    if version is None and choice.weight_versions:  # as they change, of the embedded engine; at the end
                         told = self._labels.number(choice.weight_versions[-1].version)
                     yield _tokens(choice, told)
                 if choice.finish_reason is not None:

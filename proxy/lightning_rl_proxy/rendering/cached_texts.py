@@ -10,9 +10,11 @@ Who has met many unknown texts will meet more: then they are tokenised in the fa
 
 import logging
 import re
+import sys
 import threading
 from array import array
 from collections import OrderedDict
+from typing import NamedTuple
 
 from tokenizers import Tokenizer
 
@@ -22,12 +24,19 @@ from lightning_rl_proxy.rendering.special_tokens import longest_of
 
 _BYTES = 32 * 2**20  # of all texts that are kept, with their ids
 _LARGEST = _BYTES // 16  # of one text
-_ENTRY = 330  # bytes of an entry besides
+_ENTRY = 380  # bytes of an entry besides
 _OF_THE_BEGINNING = ("Metaspace", "Prepend", "add_prefix_space=True")  # treat where a whole text begins in another way
 _MANY = 64  # unknown texts
 _TRIED = 16  # special tokens; some tokenizers have thousands
 _log = logging.getLogger(__name__)
 _PROBES = ("how many?\n", " a b", "\n\nx", "Ωé ", "1234")
+
+
+class _Entry(NamedTuple):
+    """The ids of a text, and the bytes that both take."""
+
+    ids: "array[int]"
+    size: int
 
 
 class CachedTexts:
@@ -41,7 +50,7 @@ class CachedTexts:
 
     def __init__(self, tokenizer: Tokenizer, long_texts: LongTexts, size: int = _BYTES) -> None:
         self._tokenizer, self._long_texts, self._most = tokenizer, long_texts, size
-        self._known: OrderedDict[str, array[int]] = OrderedDict()
+        self._known: OrderedDict[str, _Entry] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
         self._special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
@@ -72,19 +81,18 @@ class CachedTexts:
 
     def _ids(self, text: str) -> "array[int]":
         with self._lock:
-            ids = self._known.get(text)
-            if ids is not None:
+            known = self._known.get(text)
+            if known is not None:
                 self._known.move_to_end(text)
-        if ids is not None:
-            self._long_texts.count(len(ids))
-            return ids
+        if known is not None:
+            self._long_texts.count(len(known.ids))
+            return known.ids
         by = self._of_ascii if text.isascii() else None
         ids = array("I", self._long_texts.encode(self._tokenizer, text, by=by))
         self._unknown += 1
         if self._unknown == _MANY and self._cuts is not None:  # what is between special tokens has none
             threading.Thread(target=self._hasten, name="a faster tokenizer", daemon=True).start()
-        if _size(text, ids) <= _LARGEST:
-            self._keep(text, ids)
+        self._keep(text, ids)
         return ids
 
     def _hasten(self) -> None:
@@ -93,7 +101,7 @@ class CachedTexts:
         if encode is None:
             return
         with self._lock:
-            known = [(text, ids.tolist()) for text, ids in self._known.items() if text.isascii()]
+            known = [(text, entry.ids.tolist()) for text, entry in self._known.items() if text.isascii()]
         if wrong := [text for text, ids in known if encode(text) != ids]:
             _log.error(
                 "tiktoken gives %d of %d texts other ids than tokenizers, and is not used", len(wrong), len(known)
@@ -102,18 +110,17 @@ class CachedTexts:
         self._of_ascii = encode
 
     def _keep(self, text: str, ids: "array[int]") -> None:
+        as_utf8 = 0 if text.isascii() else len(text)  # at least; a text that a tokenizer has read keeps it
+        entry = _Entry(ids, sys.getsizeof(text) + as_utf8 + ids.itemsize * len(ids) + _ENTRY)
+        if entry.size > _LARGEST:
+            return
         with self._lock:
             if text in self._known:
                 return
-            self._known[text] = ids
-            self._size += _size(text, ids)
+            self._known[text] = entry
+            self._size += entry.size
             while self._size > self._most:
-                self._size -= _size(*self._known.popitem(last=False))
-
-
-def _size(text: str, ids: "array[int]") -> int:
-    """Bytes of an entry. A text that is not ASCII has up to 4 for each character, and as many more as UTF-8."""
-    return len(text) * (1 if text.isascii() else 8) + ids.itemsize * len(ids) + _ENTRY
+                self._size -= self._known.popitem(last=False)[1].size
 
 
 def _cuts_first(tokenizer: Tokenizer) -> bool:

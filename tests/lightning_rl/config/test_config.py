@@ -1,6 +1,7 @@
 """Config: defaults, file, dict and command line, composed by Hydra; every error names the key."""
 
 import json
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,10 +35,21 @@ def test_the_outermost_keys_of_a_dict_and_a_file_may_be_dotted(tmp_path: Path) -
     data = config.data
     assert (data.train_batch_size, data.seed, data.max_prompt_length) == (3, 5, 7)
     assert (config.actor_rollout_ref.actor.ppo_epochs, config.critic.optim.lr) == (2, 0.5)
+    group, key = ("algorithm.credit", {"strategy": "step_groups"}), ("algorithm.credit.step_weight", 2.0)
+    for pair in ([group, key], [key, group]):
+        credit = compose(dict(pair)).algorithm.credit
+        assert (credit.strategy, credit.step_weight) == ("step_groups", 2.0)
     with pytest.raises(ConfigError, match=r"config key data\.seed is given twice"):
         compose({"data.seed": 1, "data": {"seed": 1}})
     with pytest.raises(ConfigError, match=r"'data\.sead' is unknown; did you mean 'data\.seed'"):
         compose({"data.sead": 1})
+
+
+def test_a_bound_that_bounds_nothing_may_be_infinite() -> None:
+    actor = "actor_rollout_ref.actor"
+    given = {f"{actor}.clip_ratio_c": math.inf, f"{actor}.grad_clip": math.inf, "critic.cliprange_value": math.inf}
+    config = compose(given | {"algorithm.rollout_correction.rollout_is_threshold": math.inf})
+    assert config.actor_rollout_ref.actor.clip_ratio_c == config.critic.cliprange_value == math.inf
 
 
 def test_the_command_line_wins_over_the_dict_and_the_dict_over_the_file(tmp_path: Path) -> None:
@@ -112,6 +124,7 @@ def test_an_unknown_key_on_the_command_line_is_named(override: str) -> None:
         ("data.seed=-1", r"data\.seed is -1: expected `int` >= 0"),
         ("actor_rollout_ref.actor.entropy_coeff=nan", r"actor\.entropy_coeff is nan: give a finite number"),
         ("algorithm.credit.weights={a: 1.0, b: -inf}", r"algorithm\.credit\.weights\.b is -inf: give a finite"),
+        ("actor_rollout_ref.rollout.temperature=inf", r"rollout\.temperature is inf: give a finite number"),
         ("data.seed=1,2", "gives data.seed several values"),
         ("data.seed", "is no key=value"),
         (f"data.train_batch_size={'9x' * 200}", f"data.train_batch_size is '{('9x' * 200)[:199]}: expected `int`"),

@@ -348,6 +348,8 @@ def test_agents_that_fail_without_a_call_are_told_what_they_failed_with(tmp_path
     assert "mend what the agent failed with" in advice
     assert "server.log" in advice
     assert "llm.base_url" not in advice
+    lost = findings(run_of(tmp_path / "lost", rollouts=[*several(3, calls=[], error=LOST), GOOD]))
+    assert "mend what the agent failed with" not in lost["rollouts_without_calls"].advice
 
 
 def test_a_finding_names_a_rollout_to_look_at(tmp_path: Path) -> None:

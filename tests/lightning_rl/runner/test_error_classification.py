@@ -1,6 +1,7 @@
 """Only a failure of the rollout's own server is infrastructure; everything else is the agent's."""
 
 import asyncio
+from typing import Any
 
 import aiohttp
 import httpx
@@ -87,6 +88,23 @@ def test_aiohttps_errors_which_carry_no_request_are_the_servers_too(claim, answe
 
     assert is_infrastructure(asyncio.run(ask("/ours/v1/chat/completions")), claim) == infrastructure
     assert not is_infrastructure(asyncio.run(ask("/a/tool/of/the/agent")), claim)
+
+
+def test_what_an_agent_does_wrong_with_aiohttp_and_its_time_outs_are_its_own(claim) -> None:
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def ask(**request: Any) -> BaseException:
+        async with await asyncio.start_server(hang, "127.0.0.1", 0) as server:
+            ours = "http://{}:{}".format(*server.sockets[0].getsockname())
+            claim.resources["main_llm"] = {"base_url": f"{ours}/v1", "anthropic_base_url": ours}
+            async with aiohttp.ClientSession(ours) as session:
+                with pytest.raises((asyncio.TimeoutError, TypeError)) as raised:
+                    await session.post("/v1/chat/completions", **request)
+        return raised.value
+
+    for request in ({"timeout": aiohttp.ClientTimeout(total=0.05)}, {"headers": {"a": 3}}, {"data": object()}):
+        assert not is_infrastructure(asyncio.run(ask(**request)), claim)
 
 
 def answered(code: int) -> httpx.HTTPStatusError:

@@ -136,14 +136,21 @@ def test_targets_are_names_or_a_regex_and_an_unknown_one_is_named() -> None:
     ]
     with pytest.raises(ValueError, match=r"no adapter for target_modules=.*qq_proj"):
         adapted(make("qwen2"), ["qq_proj"])
+    whole = "model.layers.0.self_attn.q_proj"
+    assert list(lora.changed(adapted(make("qwen2"), whole)).described) == [f"{whole}.weight"]
+    with pytest.raises(ValueError, match=r"exclude_modules='self_atn' leaves nothing out: .*down_proj"):
+        adapted(make("qwen2"), exclude="self_atn")
 
 
-@pytest.mark.parametrize("excluded", [["down_proj"], r".*down_proj", "down_proj"])
-def test_what_is_excluded_gets_no_adapter(excluded: Any) -> None:
+@pytest.mark.parametrize(
+    ("excluded", "part"),
+    [(["down_proj"], "down_proj"), (r".*down_proj", "down_proj"), ("down_proj", "down_proj"), ("self_attn", "attn")],
+)
+def test_what_is_excluded_gets_no_adapter(excluded: Any, part: str) -> None:
     all_of_them, others = (
         lora.changed(adapted(make("qwen2"), exclude=out)).described.keys() for out in (None, excluded)
     )
-    assert others == {name for name in all_of_them if "down_proj" not in name} != all_of_them
+    assert others == {name for name in all_of_them if part not in name} != all_of_them
 
 
 def test_an_alpha_that_is_no_whole_number_counts_with_its_fraction() -> None:

@@ -182,12 +182,14 @@ def test_a_reward_that_a_key_names_and_nobody_gives_is_told_once(
 
 
 def test_a_reward_whose_name_is_nearly_a_policys_is_told(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
-    given = [trajectory(rewards=Rewards(final=1.0, named={"withe": 1.0, "black": 0.5})), trajectory()]
-    for policy in ("white", "white", "black", "blacks", "judge"):
-        problems.report_misspelt_policy(policy, ["black", "blacks"], given)
-    assert told(caplog) == [
-        "there is a reward 'withe', and no policy of that name: 'white' has no reward of its own, and counts with the "
-        "final one. emit_reward(value, policy='white') gives it one"
+    names = ("withe", "black", "solved", "judged", "planned", "code", "Critic", "executer")
+    given = [trajectory(rewards=Rewards(final=1.0, named=dict.fromkeys(names, 1.0))), trajectory()]
+    policies = ("white", "white", "black", "blakc", "solver", "judge", "planner", "coder", "critic", "executor")
+    for policy in policies:
+        problems.report_misspelt_policy(policy, ["black", "executer"], given)
+    assert [re.findall("'(.*?)'", text) for text in told(caplog)] == [
+        ["withe", "white", "white"],
+        ["Critic", "critic", "critic"],
     ]
 
 

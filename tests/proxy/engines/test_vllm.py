@@ -169,6 +169,11 @@ def test_a_piece_that_tells_its_version_tells_that_of_those_behind_it_too(wire: 
         return [part async for part in engine.generate(TokenRequest([5], Sampling(), "r", stream=True))]
 
     assert with_client(wire, stream) == [EngineTokens([n], None, version) for n, version in enumerate([1, 1, 2])]
+    ends = {"finish_reason": "stop", "weight_versions": [{"version": "1", "start": 0, "end": 2}]}
+    ends["weight_versions"].append({"version": "2", "start": 2, "end": 3})
+    wire.answer = b"data: %b\n\n" % json.dumps({"choices": [{"token_ids": [7], **ends}]}).encode()
+    last, finish = with_client(wire, stream)  # whoever cuts at the last token does not hear of the end
+    assert (last, [span.version for span in finish.version_spans]) == (EngineTokens([7], None, 2), [1, 2])
 
 
 def test_the_end_of_text_that_vllm_does_not_name_is_the_last_token(wire: Wire) -> None:

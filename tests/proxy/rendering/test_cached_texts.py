@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 
 from lightning_rl_proxy.errors import PromptTooLong
-from lightning_rl_proxy.rendering.cached_texts import CachedTexts, _size
+from lightning_rl_proxy.rendering.cached_texts import CachedTexts
 from lightning_rl_proxy.rendering.long_texts import LongTexts
 from tests.proxy.conftest import TOKENIZER
 from tests.random_examples import examples
@@ -92,7 +92,7 @@ def test_the_ids_are_those_of_the_whole_text(kind: str, texts: list[str]) -> Non
     known = cached(tokenizer, size=1_500)  # so that some are forgotten
     for text in [*texts, *texts]:
         assert known.encode(text) == ids_of(tokenizer, text)
-    assert known._size == sum(_size(*entry) for entry in known._known.items()) <= 1_500
+    assert known._size == sum(entry.size for entry in known._known.values()) <= 1_500
 
 
 class Counted(LongTexts):
@@ -115,6 +115,14 @@ def test_what_prompts_share_is_tokenised_once() -> None:
         text = f"{system}<|im_start|>user\n{question}<|im_end|>\n"
         assert known.encode(text) == ids_of(KINDS["plain"], text)
     assert counted.texts == ["system\nYou know SQL.", "\n", "user\none", "user\ntwo"]
+
+
+def test_a_long_text_with_a_letter_that_is_not_ascii_is_kept_too() -> None:
+    counted = Counted(KINDS["plain"])
+    known = CachedTexts(KINDS["plain"], counted)
+    document = "it\u2019s " + "one and other " * 22_000
+    assert known.encode(document) == known.encode(document)
+    assert len(counted.texts) == 1
 
 
 def test_a_caller_may_change_what_it_was_given() -> None:
@@ -151,4 +159,4 @@ def test_threads_share_it() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(some, range(4)))
-    assert known._size == sum(_size(*entry) for entry in known._known.items()) <= 50_000
+    assert known._size == sum(entry.size for entry in known._known.values()) <= 50_000
