@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _PROBES = ("how many?\n", " a b", "\n\nx", "Ωé ", "1234")
 
 
-class _Entry(NamedTuple):
+class _KnownText(NamedTuple):
     """The ids of a text, and the bytes that both take."""
 
     ids: "array[int]"
@@ -50,7 +50,7 @@ class CachedTexts:
 
     def __init__(self, tokenizer: Tokenizer, long_texts: LongTexts, size: int = _BYTES) -> None:
         self._tokenizer, self._long_texts, self._most = tokenizer, long_texts, size
-        self._known: OrderedDict[str, _Entry] = OrderedDict()
+        self._known: OrderedDict[str, _KnownText] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
         self._special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
@@ -111,7 +111,7 @@ class CachedTexts:
 
     def _keep(self, text: str, ids: "array[int]") -> None:
         as_utf8 = 0 if text.isascii() else len(text)  # at least; a text that a tokenizer has read keeps it
-        entry = _Entry(ids, sys.getsizeof(text) + as_utf8 + ids.itemsize * len(ids) + _ENTRY)
+        entry = _KnownText(ids, sys.getsizeof(text) + as_utf8 + ids.itemsize * len(ids) + _ENTRY)
         if entry.size > _LARGEST:
             return
         with self._lock:
