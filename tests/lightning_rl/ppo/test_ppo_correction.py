@@ -41,8 +41,11 @@ class Drifted(lrl.PPO):
         return learner.accounted
 
 
-def trained(tmp_path: Path, **keys: Any) -> tuple[Drifted, dict[str, Any], step_record.StepRecord]:
-    algorithm = Drifted(config() | {"algorithm": {"norm_adv_by_std_in_grpo": False, "rollout_correction": keys}})
+def trained(
+    tmp_path: Path, *, mini_batch: int = 4, **keys: Any
+) -> tuple[Drifted, dict[str, Any], step_record.StepRecord]:
+    given = {"algorithm": {"norm_adv_by_std_in_grpo": False, "rollout_correction": keys}}
+    algorithm = Drifted(config() | given | {"actor_rollout_ref.actor.ppo_mini_batch_size": mini_batch})
     lrl.Trainer(two_calls, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
     [metrics] = read(tmp_path / "metrics.jsonl")
     [record] = step_record.read_all(tmp_path)
@@ -76,6 +79,6 @@ def test_importance_weights_are_on_the_tokens_that_are_trained(tmp_path: Path) -
 
 
 def test_how_far_sampler_and_trainer_are_apart_is_always_told(tmp_path: Path) -> None:
-    _, metrics, _ = trained(tmp_path)
+    _, metrics, _ = trained(tmp_path, mini_batch=2)  # with several, the update does not find the old log probabilities
     assert metrics["rollout_corr/kl"] < 0 < metrics["rollout_corr/k3_kl"]
     assert metrics["tokens/received"] == metrics["tokens/trained"]
