@@ -146,18 +146,14 @@ def _layers(
 
 def _undotted(layer: DictConfig) -> DictConfig:
     """A layer whose outermost keys may be written as on the command line. Raises ConfigError for one given twice."""
-    dotted = [name for name in layer if "." in str(name)]
-    if not dotted:
+    if not any("." in str(name) for name in layer):
         return layer
     plain = OmegaConf.to_container(layer)  # references stay as they are written
     assert isinstance(plain, dict)
     for name, times in Counter(name for name, _ in leaves(plain)).items():
         if times > 1:
             raise ConfigError(f"config key {name} is given twice, once in a group of its own: leave one out")
-    rest = OmegaConf.create({name: value for name, value in plain.items() if name not in dotted})
-    for name in map(str, dotted):
-        OmegaConf.update(rest, name, plain[name], merge=True, force_add=True)
-    return rest
+    return _nested({str(name): value for name, value in plain.items()})
 
 
 def _lengthened(layer: DictConfig) -> DictConfig:
@@ -352,7 +348,7 @@ def _texts(schema: type[Config]) -> frozenset[str]:
 def _nested(values: Mapping[str, Any]) -> DictConfig:
     config = OmegaConf.create({})
     for name, value in values.items():
-        OmegaConf.update(config, name, value, force_add=True)
+        OmegaConf.update(config, name, value, merge=True, force_add=True)
     return config
 
 

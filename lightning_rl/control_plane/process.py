@@ -60,7 +60,7 @@ STORE_ID = "store.id"
 _OWNER_ALONE = 0o077  # as a umask
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _EARLIER_SERVER_SECONDS = 60.0  # to store what it has, and end
-_IDLE_SECONDS = 75  # of a connection; clients keep theirs for 5 (httpx) or 15 (aiohttp), and lose a call if we end it
+IDLE_SECONDS = 75  # of a connection; clients keep theirs for 5 (httpx) or 15 (aiohttp), and lose a call if we end it
 _OPEN_FILES = 2**16
 _LONG_POLL_GRACE_SECONDS = 5  # for answers under way when the server stops
 _log = logging.getLogger(__name__)
@@ -367,7 +367,7 @@ class _Server(uvicorn.Server):
             proxy_headers=False,
             log_config=None,
             lifespan="on",
-            timeout_keep_alive=_IDLE_SECONDS,
+            timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=_LONG_POLL_GRACE_SECONDS,
         )
         super().__init__(config)

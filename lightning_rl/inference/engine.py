@@ -247,7 +247,8 @@ class _Threads:
                 self._outboxes.end(self._sequences.pop(sequence.request_id).unstarted())
         for number, batch in enumerate(self.batches):
             for output in batch.abort(request_ids):
-                self._end(number, output)
+                self._leave(number, output)
+                self._outboxes.end(output)
 
     def _pause(self, mode: PauseMode, quiet: "Future[None]", adapter: int) -> None:
         self._scheduler.pause(adapter, freeze=mode == "keep")
@@ -329,15 +330,14 @@ class _Threads:
         with self._changed:
             self._outboxes.take(step)
             for output in step.ended:
-                self._scheduler.leave(number, self._sequences.pop(output.request_id))
+                self._leave(number, output)
             self._scheduler.read(step.sequences)
             if self._scheduler.waiting:  # there may be room for them now
                 self._changed.notify_all()
 
-    def _end(self, number: int, output: Output) -> None:
-        """A row of that batch is free, and its answer on its way."""
+    def _leave(self, number: int, output: Output) -> None:
+        """A row of that batch is free."""
         self._scheduler.leave(number, self._sequences.pop(output.request_id))
-        self._outboxes.end(output)
 
     def _deliver(self) -> None:
         """Tell those who asked what there is for them, then those who wait for a pause whether it has taken hold."""

@@ -25,7 +25,7 @@ from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
 from lightning_rl.control_plane.gateways.server_info import ServerInfo
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
-from lightning_rl.control_plane.process import JOURNAL
+from lightning_rl.control_plane.process import IDLE_SECONDS, JOURNAL
 from lightning_rl.control_plane.routes.auth import Keys
 from lightning_rl.errors import Explained
 from lightning_rl.inspect.replay_engine import (
@@ -262,7 +262,9 @@ def _served(
     """A store, a server and a gateway of their own, in a thread, with the recording behind every model."""
     key = secrets.token_urlsafe(24)
     started: Future[None] = Future()
-    config = uvicorn.Config(app="", ws="none", log_config=None, lifespan="on", access_log=False, timeout_keep_alive=75)
+    config = uvicorn.Config(
+        app="", ws="none", log_config=None, lifespan="on", access_log=False, timeout_keep_alive=IDLE_SECONDS
+    )
     server = _ReplayServer(config, started)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"

@@ -296,8 +296,8 @@ _MAYBE_NOT_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")  # how MessagePack
 
 def body_of_request(request: RolloutRequest) -> bytes:
     """The JSON of a request. Raises Invalid as `body_of`, and for NaN and infinities, which would become null."""
-    body = body_of(request)
-    if _MAYBE_NOT_FINITE.search(msgspec.msgpack.encode(request)):
+    body, packed = _encoded(request)
+    if _MAYBE_NOT_FINITE.search(packed):
         try:
             json.dumps(msgspec.to_builtins(request), allow_nan=False)
         except ValueError as error:
@@ -313,9 +313,14 @@ def body_of(record: Any) -> bytes:
     Raises:
         Invalid: when it holds something that JSON cannot, or MessagePack, in which the store answers.
     """
+    return _encoded(record)[0]
+
+
+def _encoded(record: Any) -> tuple[bytes, bytes]:
+    """A record as JSON and as MessagePack. Raises Invalid, as `body_of`."""
     try:
-        msgspec.msgpack.encode(record)
-        return msgspec.json.encode(record)
+        packed = msgspec.msgpack.encode(record)
+        return msgspec.json.encode(record), packed
     except OverflowError as error:
         raise Invalid(
             f"{type(record).__name__} holds a whole number of more than 64 bits: write it as text ({error})"
