@@ -190,8 +190,8 @@ def left_out(
     tools: Sequence[dict[str, Any] | None], place: str = "tools[{}]"
 ) -> tuple[list[dict[str, Any]] | None, list[str]]:
     """The tools that the model is shown, and the places of those that it is not, for the record."""
-    told = [place.format(index) for index, tool in enumerate(tools) if tool is None]
-    return [tool for tool in tools if tool is not None] or None, told
+    places = [place.format(index) for index, tool in enumerate(tools) if tool is None]
+    return [tool for tool in tools if tool is not None] or None, places
 
 
 def allowed(where: str, mode: Any, named: Any, tools: Sequence[dict[str, Any]] | None) -> tuple[Any, Any]:
@@ -202,32 +202,34 @@ def allowed(where: str, mode: Any, named: Any, tools: Sequence[dict[str, Any]] |
     names = []
     for one in named if isinstance(named, list) else ():
         function = one.get("function") if isinstance(one, dict) else None
-        found = (
+        tool_name = (
             function.get("name") if isinstance(function, dict) else one.get("name") if isinstance(one, dict) else None
         )
-        names.append(found or (one.get("type") if isinstance(one, dict) else None))
-    known = {tool["function"]["name"]: tool for tool in tools or ()}
-    if mode not in ("auto", "required") or not names or not known.keys() >= set(names):
+        names.append(tool_name or (one.get("type") if isinstance(one, dict) else None))
+    tools_by_name = {tool["function"]["name"]: tool for tool in tools or ()}
+    if mode not in ("auto", "required") or not names or not tools_by_name.keys() >= set(names):
         raise GatewayError(
-            400, f"{where} allows {names} in mode {mode!r}; there are {list(known)}, and auto and required", param=where
+            400,
+            f"{where} allows {names} in mode {mode!r}; there are {list(tools_by_name)}, and auto and required",
+            param=where,
         )
-    return [tool for name, tool in known.items() if name in names], mode
+    return [tool for name, tool in tools_by_name.items() if name in names], mode
 
 
 def check_prefill(where: str, message: dict[str, Any]) -> None:
     """Raises GatewayError(400) for a beginning of an answer that none can go on from as it stands."""
     content = message.get("content")
-    what = None
+    problem = None
     if message.get("tool_calls") or message.get("function_call"):
-        what = "calls tools; an answer goes on from text"
+        problem = "calls tools; an answer goes on from text"
     elif message.get("reasoning_content") or message.get("reasoning"):
-        what = "holds reasoning; an answer goes on from text"
+        problem = "holds reasoning; an answer goes on from text"
     elif not isinstance(content, str) or not content:
-        what = "holds no text to go on from"
+        problem = "holds no text to go on from"
     elif content != content.rstrip():
-        what = "ends with white space, which the next token would repeat; leave it out"
-    if what is not None:
-        raise GatewayError(400, f"{where}: the assistant's message, which is to be continued, {what}", param=where)
+        problem = "ends with white space, which the next token would repeat; leave it out"
+    if problem is not None:
+        raise GatewayError(400, f"{where}: the assistant's message, which is to be continued, {problem}", param=where)
 
 
 def no_request(what: str, error: Exception) -> GatewayError:

@@ -69,9 +69,9 @@ _PLAIN = ("system", "user", "assistant", "tool")
 
 def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Request:
     """See `Dialect`. `read` are the messages before those in the fields, in internal form."""
-    given = _with_functions_as_tools(fields, read)
+    current_fields = _with_functions_as_tools(fields, read)
     try:
-        wire = msgspec.convert(given, ChatCompletionsWire)
+        wire = msgspec.convert(current_fields, ChatCompletionsWire)
     except msgspec.ValidationError as error:
         raise no_request("chat completion", error) from error
     ignored = TABLES.ignored(fields)
@@ -146,8 +146,8 @@ def serialize(request: Request, opening: Opening, answers: Sequence[ParsedAnswer
         | ({"token_ids": answer.token_ids} if request.token_ids else {})
         for index, answer in enumerate(answers)
     ]
-    told = _opened(opening, "chat.completion") | {"choices": choices, "usage": usage(opening, answers)}
-    return msgspec.json.encode(told | ({"prompt_token_ids": opening.prompt_ids} if request.token_ids else {}))
+    body = _opened(opening, "chat.completion") | {"choices": choices, "usage": usage(opening, answers)}
+    return msgspec.json.encode(body | ({"prompt_token_ids": opening.prompt_ids} if request.token_ids else {}))
 
 
 def events(request: Request, opening: Opening) -> "ChunkEvents":
@@ -268,14 +268,14 @@ def _tool_choice(
     choice: str | ChatToolChoice | None, tools: list[dict[str, Any]] | None
 ) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
     """The tools that the model is shown, and the choice among them."""
-    known = [tool["function"]["name"] for tool in tools or ()]
+    names = [tool["function"]["name"] for tool in tools or ()]
     if isinstance(choice, ChatToolChoice):
         if choice.allowed_tools is not None:
             tools, choice = allowed("tool_choice", choice.allowed_tools.mode, choice.allowed_tools.tools, tools)
             return tools, "required" if choice == "required" else "auto"
-        if choice.function is None or choice.function.name not in known:
+        if choice.function is None or choice.function.name not in names:
             named = None if choice.function is None else choice.function.name
-            raise GatewayError(400, f"tool_choice names {named!r}, but tools are {known}", param="tool_choice")
+            raise GatewayError(400, f"tool_choice names {named!r}, but tools are {names}", param="tool_choice")
         return tools, NamedTool(choice.function.name)
     if choice == "required":
         if not tools:
@@ -309,20 +309,20 @@ def _speaks_of_functions(message: Any) -> bool:
 
 def _messages_with_tools(messages: Sequence[Any], read: Sequence[dict[str, Any]]) -> list[Any]:
     """Messages whose calls have ids, as those of tools have; a function's result is that of the call before it."""
-    told: list[Any] = []
+    with_ids: list[Any] = []
     calls = [call for message in reversed(read) for call in message.get("tool_calls") or ()][:1]
     latest = str(calls[0].get("id")) if calls else ""
     for number, message in enumerate(messages, start=len(read)):
         if not _speaks_of_functions(message):
-            told.append(message)
+            with_ids.append(message)
         elif message.get("role") == "function":
-            told.append(message | {"role": "tool", "tool_call_id": latest})
+            with_ids.append(message | {"role": "tool", "tool_call_id": latest})
         else:
             latest = f"function_{number}"
             rest = {name: value for name, value in message.items() if name != "function_call"}
             call = {"id": latest, "type": "function", "function": message["function_call"]}
-            told.append(rest | {"tool_calls": [call]})
-    return told
+            with_ids.append(rest | {"tool_calls": [call]})
+    return with_ids
 
 
 def _json_schema(wanted: ResponseFormat | None) -> dict[str, Any] | None:
@@ -408,8 +408,8 @@ def _finish_reason(answer: ParsedAnswer, *, legacy: bool) -> str:
 
 
 def _logprobs(tokens: Sequence[SampledToken] | None, request: Request) -> dict[str, Any] | None:
-    told = token_logprobs(tokens, request)
-    return None if told is None else {"content": told, "refusal": None}
+    content = token_logprobs(tokens, request)
+    return None if content is None else {"content": content, "refusal": None}
 
 
 def token_logprobs(tokens: Sequence[SampledToken] | None, request: Request) -> list[dict[str, Any]] | None:
@@ -417,12 +417,12 @@ def token_logprobs(tokens: Sequence[SampledToken] | None, request: Request) -> l
     if not tokens or not request.logprobs or tokens[0].logprob is None:
         return None
     wants_top, as_ids = bool(request.fields.get("top_logprobs")), names_tokens_by_id(request)
-    told = []
+    entries = []
     for token in tokens:
         name = f"token_id:{token.id}" if as_ids else token.text
         one = {"token": name, "logprob": token.logprob, "bytes": list(token.text.encode())}
-        told.append(one | {"top_logprobs": [one] if wants_top else []})
-    return told
+        entries.append(one | {"top_logprobs": [one] if wants_top else []})
+    return entries
 
 
 def names_tokens_by_id(request: Request) -> bool:

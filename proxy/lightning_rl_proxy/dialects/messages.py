@@ -296,15 +296,15 @@ def _converted(fields: dict[str, Any], wanted: type[T], within: str = "") -> T:
     try:
         return msgspec.convert(fields, wanted)
     except msgspec.ValidationError as error:
-        what, _, at = str(error).partition(" - at `$.")
+        problem, _, at = str(error).partition(" - at `$.")
         path = [name for name in (within, at.rstrip("`").replace("[", ".").replace("]", "")) if name]
-        if missing := re.fullmatch("Object missing required field `(.*)`", what):
+        if missing := re.fullmatch("Object missing required field `(.*)`", problem):
             path.append(missing[1])
-            what = "Field required"
-        elif path and path[-1].endswith((".type", ".role")) and what.startswith("Invalid value"):
-            what += ", which is not supported here"
+            problem = "Field required"
+        elif path and path[-1].endswith((".type", ".role")) and problem.startswith("Invalid value"):
+            problem += ", which is not supported here"
         where = ".".join(path)
-        raise GatewayError(400, f"{where}: {what}" if where else what, param=where or None) from error
+        raise GatewayError(400, f"{where}: {problem}" if where else problem, param=where or None) from error
 
 
 def _system(system: str | list[Text] | None) -> list[dict[str, Any]]:
@@ -328,12 +328,12 @@ def _conversation(messages: Sequence[User | Assistant | System]) -> list[dict[st
 def _user(contents: Iterable[Sequence[Any]]) -> list[dict[str, Any]]:
     """A user turn: the tool results first, as chat formats want them, then what the user says."""
     results: list[dict[str, Any]] = []
-    said: list[dict[str, Any]] = []
+    content: list[dict[str, Any]] = []
     for blocks in contents:
         results += [_tool_result(block) for block in blocks if isinstance(block, ToolResultBlock)]
         parts = [_part(block) for block in blocks if not isinstance(block, ToolResultBlock)]
-        said += [_BREAK, *parts] if said and parts else parts
-    return results + ([{"role": "user", "content": _content(said)}] if said or not results else [])
+        content += [_BREAK, *parts] if content and parts else parts
+    return results + ([{"role": "user", "content": _content(content)}] if content or not results else [])
 
 
 def _tool_result(block: ToolResultBlock) -> dict[str, Any]:
@@ -386,7 +386,7 @@ def _joined(content: str | Sequence[Text]) -> str:
 
 def _quoted(kind: str, about: dict[str, str | None], text: str) -> str:
     """A text that somebody else wrote, as models are used to see such."""
-    head = "".join(f"<{name}>{said}</{name}>\n" for name, said in about.items() if said)
+    head = "".join(f"<{name}>{value}</{name}>\n" for name, value in about.items() if value)
     return f"<{kind}>\n{head}{text}\n</{kind}>\n"
 
 
@@ -416,9 +416,9 @@ def _tool(where: str, tool: dict[str, Any]) -> dict[str, Any] | None:
         description, properties, required = _CLIENTS_TOOLS[name]
         parameters = {"type": "object", "properties": properties, "required": required}
         tool = {"name": tool.get("name"), "description": description, "input_schema": parameters}
-    known = _converted(tool, MessagesTool, where)
-    about = {} if known.description is None else {"description": known.description}
-    return {"type": "function", "function": {"name": known.name, **about, "parameters": known.input_schema}}
+    definition = _converted(tool, MessagesTool, where)
+    about = {} if definition.description is None else {"description": definition.description}
+    return {"type": "function", "function": {"name": definition.name, **about, "parameters": definition.input_schema}}
 
 
 def _tool_choice(choice: MessagesToolChoice | None, tools: list[dict[str, Any]] | None) -> ToolChoice:
@@ -430,10 +430,10 @@ def _tool_choice(choice: MessagesToolChoice | None, tools: list[dict[str, Any]] 
         if not tools:
             raise GatewayError(400, "tool_choice.type: 'any' needs tools, and there are none", param="tool_choice.type")
         return "required"
-    known = [tool["function"]["name"] for tool in tools or ()]
-    if choice.name is None or choice.name not in known:
+    names = [tool["function"]["name"] for tool in tools or ()]
+    if choice.name is None or choice.name not in names:
         raise GatewayError(
-            400, f"tool_choice.name: {choice.name!r} is none of the tools {known}", param="tool_choice.name"
+            400, f"tool_choice.name: {choice.name!r} is none of the tools {names}", param="tool_choice.name"
         )
     return NamedTool(choice.name)
 
@@ -511,23 +511,23 @@ def _input(arguments: str | None) -> msgspec.Raw:
     """
     text = arguments if arguments and arguments.strip() else "{}"
     try:
-        given = msgspec.json.decode(text, type=dict[str, Any])
+        values = msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        given = None
-    if given is None or _wrapped(given) is not None:
+        values = None
+    if values is None or _wrapped(values) is not None:
         return msgspec.Raw(msgspec.json.encode({_INVALID: text}))
     return msgspec.Raw(text.encode())
 
 
-def _arguments(given: dict[str, Any]) -> str:
+def _arguments(values: dict[str, Any]) -> str:
     """The text of arguments that a client sends back."""
-    wrapped = _wrapped(given)
-    return msgspec.json.encode(given).decode() if wrapped is None else wrapped
+    wrapped = _wrapped(values)
+    return msgspec.json.encode(values).decode() if wrapped is None else wrapped
 
 
-def _wrapped(given: dict[str, Any]) -> str | None:
+def _wrapped(values: dict[str, Any]) -> str | None:
     """The text in an object that holds arguments which are no object."""
-    text = given.get(_INVALID) if len(given) == 1 else None
+    text = values.get(_INVALID) if len(values) == 1 else None
     return text if isinstance(text, str) else None
 
 

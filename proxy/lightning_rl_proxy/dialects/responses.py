@@ -151,9 +151,9 @@ def error_event(error: GatewayError) -> bytes:
 
     Only for the second do its SDKs raise. What came before is not known here; the highest number is behind it.
     """
-    said = _error(error)
-    flat = {name: said[name] for name in ("code", "message", "param")}
-    return sse({"type": "error", "sequence_number": _LAST, "error": said} | flat, "error")
+    fields = _error(error)
+    flat = {name: fields[name] for name in ("code", "message", "param")}
+    return sse({"type": "error", "sequence_number": _LAST, "error": fields} | flat, "error")
 
 
 def _no_request(error: msgspec.ValidationError) -> GatewayError:

@@ -81,7 +81,7 @@ def messages_of(wire: ResponsesWire, known: Mapping[str, list[dict[str, Any]]]) 
     return messages + _answers(pieces)
 
 
-def _item(where: str, item: Any, known: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | list[_Piece]:
+def _item(where: str, item: Any, responses: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | list[_Piece]:
     """An item as a message, or as what it says of an answer."""
     if not isinstance(item, dict):
         raise refused(where, f"is no item but {type(item).__name__}")
@@ -107,7 +107,7 @@ def _item(where: str, item: Any, known: Mapping[str, list[dict[str, Any]]]) -> d
         case "reasoning":
             return [_Piece("reasoning", _reasoned(where, item), _answer_of(item))]
         case "item_reference":
-            return _referred(where, item, known)
+            return _referred(where, item, responses)
         case _:
             raise refused(
                 f"{where}.type",
@@ -138,19 +138,19 @@ def _reasoned(where: str, item: dict[str, Any]) -> str:
     return ""
 
 
-def _referred(where: str, item: dict[str, Any], known: Mapping[str, list[dict[str, Any]]]) -> list[_Piece]:
+def _referred(where: str, item: dict[str, Any], responses: Mapping[str, list[dict[str, Any]]]) -> list[_Piece]:
     """What the item that is named says, from the answer that it was an item of."""
     named = text_of(where, item, "id")
-    ours = ITEM_ID.fullmatch(named)
-    messages = known.get(response_id(ours[2])) if ours else None
-    if ours and messages:
-        kind, number, message = ours[1], int(ours[3]), messages[-1]
+    match = ITEM_ID.fullmatch(named)
+    messages = responses.get(response_id(match[2])) if match else None
+    if match and messages:
+        kind, number, message = match[1], int(match[3]), messages[-1]
         if kind == "rs":
-            return [_Piece("reasoning", message.get("reasoning_content"), ours[2])]
+            return [_Piece("reasoning", message.get("reasoning_content"), match[2])]
         if kind == "msg":
-            return [_Piece("message", message["content"], ours[2])]
+            return [_Piece("message", message["content"], match[2])]
         if number < len(calls := message.get("tool_calls", ())):
-            return [_Piece("call", calls[number], ours[2])]
+            return [_Piece("call", calls[number], match[2])]
     raise refused(f"{where}.id", f"is {named!r}, no item of an answer that is known here; send the item itself")
 
 
@@ -189,17 +189,17 @@ def _part(where: str, part: Any) -> dict[str, Any]:
 def _answer_of(item: dict[str, Any]) -> str | None:
     """The call whose answer an item is part of, where its ids still tell."""
     for name in ("id", "call_id"):
-        ours = ITEM_ID.fullmatch(item[name]) if isinstance(item.get(name), str) else None
-        if ours:
-            return ours[2]
+        match = ITEM_ID.fullmatch(item[name]) if isinstance(item.get(name), str) else None
+        if match:
+            return match[2]
     return None
 
 
 def _answers(pieces: Sequence[_Piece]) -> list[dict[str, Any]]:
     """Assistant messages of items that follow each other: one per answer."""
-    said: list[_Said] = []
+    answers: list[_Said] = []
     for piece in pieces:
-        if not said or said[-1].ends_before(piece):
-            said.append(_Said())
-        said[-1].add(piece)
-    return [answer.message() for answer in said if not answer.empty()]
+        if not answers or answers[-1].ends_before(piece):
+            answers.append(_Said())
+        answers[-1].add(piece)
+    return [answer.message() for answer in answers if not answer.empty()]

@@ -73,18 +73,18 @@ class ResponseEvents:
         return self._think(delta.text) if delta.kind == "reasoning" else self._write(delta.text)
 
     def stop(self, index: int, answer: ParsedAnswer) -> bytes:
-        told = []
+        events = []
         for item in _output(self._request, self._opening, answer):
             if item["type"] == "message":
-                told.append(self._begin_message() + self._end(item))
+                events.append(self._begin_message() + self._end(item))
             elif item["type"] == "function_call":
-                told.append(self._end_reasoning() + self._call(item))
+                events.append(self._end_reasoning() + self._call(item))
             elif item["type"] == "custom_tool_call":
-                told.append(self._end_reasoning() + self._custom_call(item))
+                events.append(self._end_reasoning() + self._custom_call(item))
             elif item["type"] != "reasoning":
                 begun = self._event("output_item.added", output_index=self._index, item=item)
-                told.append(self._end_reasoning() + begun + self._done(item))
-        return b"".join(told)
+                events.append(self._end_reasoning() + begun + self._done(item))
+        return b"".join(events)
 
     def end(self, answers: Sequence[ParsedAnswer]) -> bytes:
         response = response_of(self._request, self._opening, answers[0])
@@ -122,8 +122,8 @@ class ResponseEvents:
 
     def _end(self, item: dict[str, Any]) -> bytes:
         part = item["content"][0]
-        said = {name: part[name] for name in ("text", "logprobs") if name in part}
-        done = self._event(f"{part['type']}.done", **self._at(item), **said)
+        fields = {name: part[name] for name in ("text", "logprobs") if name in part}
+        done = self._event(f"{part['type']}.done", **self._at(item), **fields)
         return done + self._event("content_part.done", **self._at(item), part=part) + self._done(item)
 
     def _call(self, item: dict[str, Any]) -> bytes:
@@ -179,10 +179,10 @@ def response_of(request: Request, opening: Opening, answer: ParsedAnswer | None)
     }
 
 
-def _repeated(default: Any, given: Any) -> Any:
-    if given is None:
+def _repeated(default: Any, value: Any) -> Any:
+    if value is None:
         return default
-    return default | given if isinstance(default, dict) else given
+    return default | value if isinstance(default, dict) else value
 
 
 def _status(answer: ParsedAnswer) -> tuple[Literal["completed", "incomplete"], str | None]:

@@ -56,12 +56,12 @@ def _tool(where: str, tool: Any) -> dict[str, Any] | None:
     if kind in _TEXT_TOOLS:
         argument, description = _TEXT_TOOLS[kind]
         name = text_of(where, tool, "name") if kind == "custom" else kind
-        known = {"name": name, "description": tool.get("description") or description}
+        about = {"name": name, "description": tool.get("description") or description}
         if isinstance(form := tool.get("format"), dict) and form.get("type") == "grammar":
-            known["description"] += f"\nThe {argument} is a text of this grammar:\n{form.get('definition')}"
+            about["description"] += f"\nThe {argument} is a text of this grammar:\n{form.get('definition')}"
         properties = {argument: {"type": "string"}}
         parameters = {"type": "object", "properties": properties, "required": [argument]}
-        return {"type": "function", "function": {**known, "parameters": parameters}}
+        return {"type": "function", "function": {**about, "parameters": parameters}}
     if kind != "function":
         return None
     function: dict[str, Any] = {"name": text_of(where, tool, "name")}
@@ -78,22 +78,22 @@ def tool_choice(
     choice: str | dict[str, Any] | None, tools: list[dict[str, Any]] | None
 ) -> tuple[list[dict[str, Any]] | None, ToolChoice]:
     """The tools that the model is shown, and the choice among them."""
-    known = [tool["function"]["name"] for tool in tools or ()]
+    names = [tool["function"]["name"] for tool in tools or ()]
     match choice:
         case None | "auto":
             return tools, "auto"
         case "none":
             return tools, "none"
         case "required":
-            if not known:
+            if not names:
                 raise refused("tool_choice", "is 'required', but there are no tools")
             return tools, "required"
         case {"type": "allowed_tools", **named}:
             return allowed("tool_choice", named.get("mode"), named.get("tools"), tools)
         case {"type": "function" | "custom" | "local_shell" | "apply_patch" as kind}:
             name = text_of("tool_choice", choice, "name") if kind in ("function", "custom") else kind
-            if name not in known:
-                raise refused("tool_choice.name", f"is {name!r}, but tools are {known}")
+            if name not in names:
+                raise refused("tool_choice.name", f"is {name!r}, but tools are {names}")
             return tools, NamedTool(name)
         case {"type": kind}:
             raise unsupported("tool_choice.type", kind)
@@ -129,7 +129,7 @@ def called_with_text(where: str, kind: str, item: dict[str, Any]) -> dict[str, A
     elif tool == "local_shell":
         text = _command_of(f"{where}.action", inner)
     else:
-        verb = next((verb for verb, known in _VERBS.items() if known == inner.get("type")), None)
+        verb = next((verb for verb, operation in _VERBS.items() if operation == inner.get("type")), None)
         if verb is None:
             raise refused(f"{where}.operation.type", f"is {inner.get('type')!r}; it is one of {list(_VERBS.values())}")
         text = _patch(verb, text_of(f"{where}.operation", inner, "path"), inner.get("diff") or "")
@@ -191,10 +191,10 @@ def _call(opening: Opening, index: int, call: dict[str, Any], kind: str) -> dict
 def _only_text(name: str, arguments: str) -> str:
     """The text that arguments hold under that name; all of them, where they hold something else."""
     try:
-        given = msgspec.json.decode(arguments, type=dict[str, Any])
+        values = msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
         return arguments
-    return given[name] if given.keys() == {name} and isinstance(given[name], str) else arguments
+    return values[name] if values.keys() == {name} and isinstance(values[name], str) else arguments
 
 
 def _function_call(opening: Opening, index: int, call: dict[str, Any]) -> dict[str, Any]:

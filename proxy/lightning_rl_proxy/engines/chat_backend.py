@@ -140,14 +140,14 @@ class OpenAIBackend:
             ) as response:
                 raw = await response.read()
         except aiohttp.ClientError as error:
-            said = _without(self._keys, repr(error))
-            raise EngineUnavailable(f"{service} cannot be reached, or broke off: {said}") from error
+            detail = _without(self._keys, repr(error))
+            raise EngineUnavailable(f"{service} cannot be reached, or broke off: {detail}") from error
         if response.status != 200:
-            said = _decoded(raw)
-            if not _error_in(said):
-                said = raw[:500].decode(errors="replace")
+            detail = _decoded(raw)
+            if not _error_in(detail):
+                detail = raw[:500].decode(errors="replace")
             service = f"{service}, asked for {self.remote_model!r},"
-            raise _failure(service, response.status, said, response.headers, self._keys)
+            raise _failure(service, response.status, detail, response.headers, self._keys)
         return raw
 
 
@@ -173,14 +173,14 @@ class LitellmBackend:
         # Tools are the agent's; without the second flag they need the package mcp.
         answer = await self._ask("acompletion", fields | {"no-log": True, "_skip_mcp_handler": True})
         ignored = [name for name in body if name not in _LITELLM_FIELDS and name != "model"]
-        told = _chat_completion(self._service, answer.model_dump(mode="json"))
+        completion = _chat_completion(self._service, answer.model_dump(mode="json"))
         try:
-            msgspec.json.encode(told)
+            msgspec.json.encode(completion)
         except UnicodeEncodeError as error:
             raise EngineRefused(
                 f"{self._service} answered with text that is no Unicode, half a surrogate pair: {error}", status=502
             ) from error
-        return BackendAnswer(body=told, ignored_fields=ignored)
+        return BackendAnswer(body=completion, ignored_fields=ignored)
 
     async def embed(self, body: dict[str, Any]) -> bytes:
         """See `ChatBackend`."""
@@ -201,14 +201,14 @@ class LitellmBackend:
                 **fields,
             )
         except openai.OpenAIError as error:
-            said = _TRACEBACK.split(str(error))[0]
+            detail = _TRACEBACK.split(str(error))[0]
             headers = getattr(error, "litellm_response_headers", None)
             status = getattr(error, "status_code", 500)
             # Without headers there was no answer: litellm calls a service that is not there a 500.
             if isinstance(error, openai.APIConnectionError) or (headers is None and status >= 500):
-                said = _without(self._keys, said)
-                raise EngineUnavailable(f"{self._service} cannot be reached, or broke off: {said}") from error
-            raise _failure(self._service, status, said, headers or {}, self._keys) from error
+                detail = _without(self._keys, detail)
+                raise EngineUnavailable(f"{self._service} cannot be reached, or broke off: {detail}") from error
+            raise _failure(self._service, status, detail, headers or {}, self._keys) from error
 
     async def close(self) -> None:
         """See `ChatBackend`: litellm's clients are the process's, and end with it."""
@@ -232,7 +232,7 @@ class _ServiceLogprobs(msgspec.Struct):
     content: list[_ServiceLogprob]
 
 
-def _told(body: dict[str, Any], asked: Mapping[str, Any]) -> BackendAnswer:
+def _told(body: dict[str, Any], request: Mapping[str, Any]) -> BackendAnswer:
     """The answer with what it tells of tokens; what the agent did not ask for is taken out of the body."""
     choice = body["choices"][0]
     prompt_ids = _ids(body.get("prompt_token_ids", choice.get("prompt_token_ids")))
@@ -240,9 +240,9 @@ def _told(body: dict[str, Any], asked: Mapping[str, Any]) -> BackendAnswer:
     if prompt_ids is None or response_ids is None:
         prompt_ids = response_ids = None
     logprobs = None if response_ids is None else _logprobs(choice.get("logprobs"), len(response_ids))
-    dropped = set() if asked.get("return_token_ids") else {"prompt_token_ids", "token_ids"}
+    dropped = set() if request.get("return_token_ids") else {"prompt_token_ids", "token_ids"}
     shown = {name: value for name, value in choice.items() if name not in dropped}
-    if not asked.get("logprobs") and "logprobs" in shown:
+    if not request.get("logprobs") and "logprobs" in shown:
         shown["logprobs"] = None
     body = {name: value for name, value in body.items() if name not in dropped} | {"choices": [shown]}
     return BackendAnswer(body=body, prompt_ids=prompt_ids, response_ids=response_ids, logprobs=logprobs)
@@ -257,10 +257,10 @@ def _ids(value: Any) -> list[int] | None:
 
 def _logprobs(value: Any, n: int) -> list[float] | None:
     try:
-        found = [entry.logprob for entry in msgspec.convert(value, _ServiceLogprobs).content]
+        logprobs = [entry.logprob for entry in msgspec.convert(value, _ServiceLogprobs).content]
     except msgspec.ValidationError:
         return None
-    return found if len(found) == n else None
+    return logprobs if len(logprobs) == n else None
 
 
 def _decoded(raw: bytes) -> Any:
@@ -283,27 +283,28 @@ def _chat_completion(service: str, body: Any) -> dict[str, Any]:
     )
 
 
-def _failure(service: str, status: int, said: Any, headers: Mapping[str, str], keys: Sequence[str]) -> GatewayError:
+def _failure(service: str, status: int, detail: Any, headers: Mapping[str, str], keys: Sequence[str]) -> GatewayError:
     """The service's error as the agent gets it: 408, 429 and 5xx may be tried again, the others not.
 
-    `said` is what the service said, in words or as OpenAI's body of an error. A 409 would say that the attempt is
+    `detail` is what the service said, in words or as OpenAI's body of an error. A 409 would say that the attempt is
     closed, and a redirect is nothing that an SDK follows with a key: both are a 400.
     """
-    error = _error_in(said)
-    words = _without(keys, error.get("message") or str(said))
+    error = _error_in(detail)
+    words = _without(keys, error.get("message") or str(detail))
     hint = {
         401: "; check the api_key that the gateway has for it",
         403: "; check the api_key that the gateway has for it, and what it may do",
         404: "; check the url (it mostly ends in /v1) and the model's name",
     }.get(status, "; give the url that it redirects to" if 300 <= status < 400 else "")
-    told = status if status >= 400 and status != 409 else 400
+    agent_status = status if status >= 400 and status != 409 else 400
     return GatewayError(
-        told,
+        agent_status,
         f"{service} answered {status}: {words}{hint}",
-        kind=error.get("type") or _KINDS.get(told, "api_error" if told >= 500 else "invalid_request_error"),
+        kind=error.get("type")
+        or _KINDS.get(agent_status, "api_error" if agent_status >= 500 else "invalid_request_error"),
         param=error.get("param"),
         code=error.get("code"),
-        retry=(told in (408, 429) or told >= 500) and headers.get("x-should-retry") != "false",
+        retry=(agent_status in (408, 429) or agent_status >= 500) and headers.get("x-should-retry") != "false",
         retry_after=_seconds(headers.get("retry-after", "")),
     )
 
@@ -313,8 +314,8 @@ def _error_in(body: Any) -> dict[str, str]:
     error = body.get("error") if isinstance(body, dict) else None
     if isinstance(error, str):
         return {"message": error}
-    found = error if isinstance(error, dict) else {}
-    return {name: value for name, value in found.items() if isinstance(value, str)}
+    fields = error if isinstance(error, dict) else {}
+    return {name: value for name, value in fields.items() if isinstance(value, str)}
 
 
 def _seconds(retry_after: str) -> int:

@@ -141,9 +141,9 @@ async def probe_context(url: str) -> int | None:
 
 async def context_of(server: ProbedServer) -> int | None:
     """What `/v1/models` says of it. Raises EngineUnavailable or EngineRefused."""
-    status, said = await server.ask("GET", MODELS)
-    server.check(status, said, MODELS)
-    models = server.decoded(said, _ProbeModels, MODELS).data
+    status, answer = await server.ask("GET", MODELS)
+    server.check(status, answer, MODELS)
+    models = server.decoded(answer, _ProbeModels, MODELS).data
     return models[0].max_model_len if models else None
 
 
@@ -161,24 +161,24 @@ async def _questions(server: ProbedServer) -> LogprobsMode:
 
 
 async def _lacks_dev_mode(server: ProbedServer) -> list[str]:
-    status, said = await server.ask("GET", "/is_paused")
+    status, answer = await server.ask("GET", "/is_paused")
     if status == 404:
         return ["pause, resume and weight updates (VLLM_SERVER_DEV_MODE=1 in its environment)"]
-    server.check(status, said, "/is_paused")
-    if server.decoded(said, _Paused, "/is_paused").is_paused:
+    server.check(status, answer, "/is_paused")
+    if server.decoded(answer, _Paused, "/is_paused").is_paused:
         raise EngineUnavailable(f"engine {server.url} is paused: it answers nothing until POST {server.url}/resume")
     return []
 
 
 async def _lacks_token_endpoint(server: ProbedServer) -> list[str]:
     # Without any field: it is refused as such where the endpoint is there, and nothing is sampled.
-    status, said = await server.ask("POST", GENERATE, {})
+    status, answer = await server.ask("POST", GENERATE, {})
     if status == 403:
         return ["the token endpoint (--enable-scale-out)"]
     if status == 404:
         raise EngineRefused(f"{server.url}{GENERATE} is not there: this is no vLLM server, or one older than 0.32")
     if status not in (400, 422):
-        server.check(status, said, GENERATE)
+        server.check(status, answer, GENERATE)
     return []
 
 
@@ -186,10 +186,10 @@ async def _top_logprobs(server: ProbedServer, temperature: float) -> dict[int, f
     """The likeliest tokens at the place behind one fixed token, and the logprobs that are told of them; none where the
     server refuses to."""
     parameters = {"max_tokens": 1, "temperature": temperature, "logprobs": TOP}
-    status, said = await server.ask("POST", GENERATE, {"token_ids": [0], "sampling_params": parameters})
+    status, answer = await server.ask("POST", GENERATE, {"token_ids": [0], "sampling_params": parameters})
     if status == 400:
         return {}
-    server.check(status, said, GENERATE)
-    [choice] = server.decoded(said, _ProbeAnswer, GENERATE).choices
+    server.check(status, answer, GENERATE)
+    [choice] = server.decoded(answer, _ProbeAnswer, GENERATE).choices
     [position] = choice.logprobs.content
     return {entry.token_id: entry.logprob for entry in position.top_logprobs}

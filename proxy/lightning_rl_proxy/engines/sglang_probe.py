@@ -88,11 +88,11 @@ async def probe_sglang(url: str) -> Abilities:
 
 
 async def _questions(server: ProbedServer) -> Abilities:
-    status, said = await server.ask("GET", _INFO)
+    status, answer = await server.ask("GET", _INFO)
     if status == 404:
         raise EngineRefused(f"{server.url}{_INFO} is not there: this is no SGLang server, or one older than {NAME}")
-    server.check(status, said, _INFO)
-    info = server.decoded(said, _Info, _INFO)
+    server.check(status, answer, _INFO)
+    info = server.decoded(answer, _Info, _INFO)
     if _number(info.version) < OLDEST:
         raise EngineRefused(f"engine {server.url} is SGLang {info.version}; {NAME} is the oldest that is understood")
     await _check_ready(server)
@@ -110,24 +110,24 @@ async def _questions(server: ProbedServer) -> Abilities:
 
 
 async def _check_ready(server: ProbedServer) -> None:
-    status, said = await server.ask("GET", READY)
+    status, answer = await server.ask("GET", READY)
     if status == 503:
         raise EngineUnavailable(
             f"engine {server.url} is paused, or not yet up: it answers nothing until POST "
             f"{server.url}/continue_generation with {{}}"
         )
-    server.check(status, said, READY)
+    server.check(status, answer, READY)
 
 
 async def _top_logprobs(server: ProbedServer, temperature: float) -> dict[int, float]:
     """As with vLLM: the likeliest tokens behind one fixed token; none where the server refuses to tell them."""
     parameters = {"max_new_tokens": 1, "temperature": temperature, "top_p": 1.0, "top_k": -1, "min_p": 0.0}
     body = {"input_ids": [0], "sampling_params": parameters, "return_logprob": True, "top_logprobs_num": TOP}
-    status, said = await server.ask("POST", GENERATE, body)
+    status, answer = await server.ask("POST", GENERATE, body)
     if status == 400:
         return {}
-    server.check(status, said, GENERATE)
-    positions = server.decoded(said, _SglangAnswer, GENERATE).meta_info.output_top_logprobs
+    server.check(status, answer, GENERATE)
+    positions = server.decoded(answer, _SglangAnswer, GENERATE).meta_info.output_top_logprobs
     return {token: logprob for logprob, token, _ in positions[0] if logprob is not None} if positions else {}
 
 

@@ -50,8 +50,8 @@ class Labels:
 
 def known(logprobs: Sequence[float | None]) -> list[float] | None:
     """The logprobs, unless one of them stands for there being none."""
-    told = [logprob for logprob in logprobs if logprob is not None and logprob > _NO_LOGPROB]
-    return told if len(told) == len(logprobs) else None
+    values = [logprob for logprob in logprobs if logprob is not None and logprob > _NO_LOGPROB]
+    return values if len(values) == len(logprobs) else None
 
 
 def is_biased(sampling: Sampling) -> bool:

@@ -174,7 +174,7 @@ class TokenEngine:
                 yield _tokens(choice, version)
                 yield self._finish(choice, len(choice.token_ids), version)
                 return
-            sampled, told = 0, version
+            sampled, token_version = 0, version
             read = not request.media
             async for event, choice in _choices(response):
                 if not read:  # the first event tells
@@ -183,8 +183,8 @@ class TokenEngine:
                 if choice.token_ids:
                     sampled += len(choice.token_ids)
                     if version is None and choice.weight_versions:  # as they change, of the embedded engine; at the end
-                        told = self._labels.number(choice.weight_versions[-1].version)
-                    yield _tokens(choice, told)
+                        token_version = self._labels.number(choice.weight_versions[-1].version)
+                    yield _tokens(choice, token_version)
                 if choice.finish_reason is not None:
                     yield self._finish(choice, sampled, version)
                     return

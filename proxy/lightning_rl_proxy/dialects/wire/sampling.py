@@ -46,39 +46,43 @@ class SamplingWire(msgspec.Struct, kw_only=True):
 
     def sampling(self, **spelt_otherwise: Any) -> Sampling:
         """These fields as they are, and what the dialect has other words for."""
-        given = dict(zip(_ALIKE, _alike(self), strict=True)) | spelt_otherwise
+        values = dict(zip(_ALIKE, _alike(self), strict=True)) | spelt_otherwise
         if any(value is not None for value in _constraining(self)):
-            given |= self._constraint(given.get("json_schema"))
-        given |= {name: given[name] or None for name in ("stop_token_ids", "min_tokens", "bad_words", "priority")}
-        if given["min_tokens"] and given.get("stop"):
+            values |= self._constraint(values.get("json_schema"))
+        values |= {name: values[name] or None for name in ("stop_token_ids", "min_tokens", "bad_words", "priority")}
+        if values["min_tokens"] and values.get("stop"):
             raise GatewayError(
                 400,
                 "min_tokens holds the model's own end back, not stop strings; leave one of the two out",
                 param="min_tokens",
                 kind="unsupported_parameter",
             )
-        return Sampling(**given)
+        return Sampling(**values)
 
     def _constraint(self, json_schema: dict[str, Any] | None) -> dict[str, Any]:
         """What the answer must fit, as `Sampling` says it. Raises GatewayError(400) where that is several things."""
-        asked: list[tuple[str, str, Any]] = [] if json_schema is None else [("response_format", "json_schema", "")]
+        constraints: list[tuple[str, str, Any]] = (
+            [] if json_schema is None else [("response_format", "json_schema", "")]
+        )
         for field, name in _CONSTRAINTS.items():
             if (value := getattr(self, field)) is not None:
-                asked.append((field, name, value))
+                constraints.append((field, name, value))
         if self.guided_json_object:
-            asked.append(("guided_json_object", "json_schema", {}))
+            constraints.append(("guided_json_object", "json_schema", {}))
         for inner, value in (self.structured_outputs or {}).items():
             if value is None or value is False or inner == "disable_any_whitespace":
                 continue
             if inner not in _STRUCTURED:
                 raise unsupported(f"structured_outputs.{inner}", value)
-            asked.append((f"structured_outputs.{inner}", _STRUCTURED[inner], {} if inner == "json_object" else value))
-        if len(asked) > 1:
-            fields = ", ".join(field for field, _, _ in asked)
-            raise GatewayError(400, f"an answer fits one constraint, not {fields}; leave one", param=asked[-1][0])
-        if json_schema is not None or not asked:
+            constraints.append(
+                (f"structured_outputs.{inner}", _STRUCTURED[inner], {} if inner == "json_object" else value)
+            )
+        if len(constraints) > 1:
+            fields = ", ".join(field for field, _, _ in constraints)
+            raise GatewayError(400, f"an answer fits one constraint, not {fields}; leave one", param=constraints[-1][0])
+        if json_schema is not None or not constraints:
             return {}
-        [(field, name, value)] = asked
+        [(field, name, value)] = constraints
         return {name: _constraint_of(field, name, value)}
 
 
