@@ -24,8 +24,8 @@ class Fork(msgspec.Struct, frozen=True):
     def attributes(self) -> dict[str, Any]:
         """What a span says of it."""
         at = {"message": self.message, "role": self.role, "token": self.token}
-        known = {name: value for name, value in at.items() if value is not None}
-        return {semconv.FORK_CAUSE: self.cause.value} | ({semconv.FORK_AT: known} if known else {})
+        place = {name: value for name, value in at.items() if value is not None}
+        return {semconv.FORK_CAUSE: self.cause.value} | ({semconv.FORK_AT: place} if place else {})
 
 
 def find(
@@ -53,49 +53,51 @@ def first_difference(ids: list[int], others: list[int]) -> int:
     return next(i for i in range(n) if ids[i] != others[i])
 
 
-def _other_head(asked: ConversationFingerprint, known: ConversationFingerprint) -> ForkCause:
-    return ForkCause.TOOLS_CHANGED if asked.head.tools != known.head.tools else ForkCause.SYSTEM_CHANGED
+def _other_head(request: ConversationFingerprint, previous: ConversationFingerprint) -> ForkCause:
+    return ForkCause.TOOLS_CHANGED if request.head.tools != previous.head.tools else ForkCause.SYSTEM_CHANGED
 
 
 def _first_message(
-    asked: ConversationFingerprint, known: ConversationFingerprint, shared: int
+    request: ConversationFingerprint, previous: ConversationFingerprint, shared: int
 ) -> tuple[int, str] | tuple[None, None]:
-    """The index and role of the first message of `asked` that differs, if one does."""
-    mine, theirs = asked.head.systems, known.head.systems
-    roles = ["system"] * len(mine) + [echo.role for echo in asked.body]
-    at = len(mine) + shared
-    if mine != theirs:
-        at = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), -1)
-        at = min(len(mine), len(theirs)) if at < 0 else at
+    """The index and role of the first message of `request` that differs, if one does."""
+    systems, others = request.head.systems, previous.head.systems
+    roles = ["system"] * len(systems) + [echo.role for echo in request.body]
+    at = len(systems) + shared
+    if systems != others:
+        at = next((i for i, (one, other) in enumerate(zip(systems, others, strict=False)) if one != other), -1)
+        at = min(len(systems), len(others)) if at < 0 else at
     return (at, roles[at]) if at < len(roles) else (None, None)
 
 
 def _cause(
-    asked: list[MessageFingerprint], known: list[MessageFingerprint], at: int, *, holds_answer: bool
+    messages: list[MessageFingerprint], previous: list[MessageFingerprint], at: int, *, holds_answer: bool
 ) -> ForkCause:
-    """The cause where `asked[at]` is the first message that differs."""
-    if at == len(known):
-        return ForkCause.NOT_APPEND_ONLY  # it goes on behind the whole of `known`, with an answer that nobody sampled
-    answer_differs = at > 0 and known[at].role == "assistant"
+    """The cause where `messages[at]` is the first message that differs."""
+    if at == len(previous):
+        return (
+            ForkCause.NOT_APPEND_ONLY
+        )  # it goes on behind the whole of `previous`, with an answer that nobody sampled
+    answer_differs = at > 0 and previous[at].role == "assistant"
     if not holds_answer and not answer_differs:
         return ForkCause.NEW_CONVERSATION
-    if _messages_are_gone(asked, known, at):
+    if _messages_are_gone(messages, previous, at):
         return ForkCause.TRUNCATED_BY_CLIENT
-    mine, theirs = asked[at], known[at]
-    if mine.role != theirs.role:
+    message, previous_message = messages[at], previous[at]
+    if message.role != previous_message.role:
         return ForkCause.EDITED_TEXT
-    if mine.role == "system":
+    if message.role == "system":
         return ForkCause.SYSTEM_CHANGED
-    return ForkCause.TOOL_CALL_CHANGED if mine.calls != theirs.calls else ForkCause.EDITED_TEXT
+    return ForkCause.TOOL_CALL_CHANGED if message.calls != previous_message.calls else ForkCause.EDITED_TEXT
 
 
-def _messages_are_gone(asked: list[MessageFingerprint], known: list[MessageFingerprint], at: int) -> bool:
-    """Whether the first message that both hold behind `at` stands earlier in `asked`, or an answer was left out."""
+def _messages_are_gone(messages: list[MessageFingerprint], previous: list[MessageFingerprint], at: int) -> bool:
+    """Whether the first message that both hold behind `at` stands earlier in `messages`, or an answer was left out."""
     places: dict[MessageFingerprint, int] = {}
-    for index in range(len(known) - 1, at, -1):
-        places[known[index]._replace(ids=())] = index
-    for index in range(at, len(asked)):
-        place = places.get(asked[index]._replace(ids=()))
+    for index in range(len(previous) - 1, at, -1):
+        places[previous[index]._replace(ids=())] = index
+    for index in range(at, len(messages)):
+        place = places.get(messages[index]._replace(ids=()))
         if place is not None:
             return place > index
-    return known[at].role in ("assistant", "tool") and asked[at].role not in ("assistant", "tool")
+    return previous[at].role in ("assistant", "tool") and messages[at].role not in ("assistant", "tool")

@@ -65,30 +65,30 @@ class IncrementalDecode:
         """Remember what all the messages of a request were read as."""
         if said.opens:
             digest = xxhash.xxh3_128_digest(memoryview(said.body)[: said.ends])
-            self._known = [known for known in self._known if known.digest != digest][1 - _KEPT :]
+            self._known = [beginning for beginning in self._known if beginning.digest != digest][1 - _KEPT :]
             self._known.append(_Beginning(said.opens, said.ends, digest, messages))
 
     def _behind(self, body: bytes) -> DecodedBody | None:
         """The request, read behind the longest beginning that it shares with an earlier one and goes on from."""
         # No secret: who makes two beginnings collide confuses an attempt of its own.
-        digest, at, found = xxhash.xxh3_128(), 0, None
+        digest, at, longest = xxhash.xxh3_128(), 0, None
         view = memoryview(body)
-        for known in sorted(self._known, key=lambda known: known.ends):
-            if known.ends >= len(body):
+        for beginning in sorted(self._known, key=lambda beginning: beginning.ends):
+            if beginning.ends >= len(body):
                 break
-            digest.update(view[at : known.ends])
-            at = known.ends
-            if body[at : at + 1] == b"," and digest.digest() == known.digest:
-                found = known
-        if found is None:
+            digest.update(view[at : beginning.ends])
+            at = beginning.ends
+            if body[at : at + 1] == b"," and digest.digest() == beginning.digest:
+                longest = beginning
+        if longest is None:
             return None
-        rest = body[: found.opens + 1] + body[found.ends + 1 :]
-        said = _opened(body, rest, found.opens, found.ends - found.opens)
-        if said is None:
+        rest = body[: longest.opens + 1] + body[longest.ends + 1 :]
+        request = _opened(body, rest, longest.opens, longest.ends - longest.opens)
+        if request is None:
             return None
-        self._known.remove(found)
-        self._known.append(found)
-        return said._replace(read=found.messages)
+        self._known.remove(longest)
+        self._known.append(longest)
+        return request._replace(read=longest.messages)
 
 
 def _opened(body: bytes, rest: bytes, opens: int, left_out: int) -> DecodedBody | None:

@@ -12,20 +12,20 @@ _OUR_ID = re.compile(r"call_([0-9a-f]{32})_\d+")
 
 def joined(messages: Sequence[dict[str, Any]], known: int = 0) -> list[dict[str, Any]] | None:
     """The messages with such answers joined; None where there are none. The first `known` stay as they are."""
-    told: list[dict[str, Any]] = list(messages[:known])
+    result: list[dict[str, Any]] = list(messages[:known])
     answer, at = None, 0  # the latest answer of which only results came since, and its place
     for message in messages[known:]:
         if message.get("role") == "tool":
-            told.append(message)
+            result.append(message)
             continue
         calls = message.get("tool_calls")
         same = _answer_of(calls) if calls else None
         if same is not None and same == answer and not message.get("content") and not message.get("reasoning_content"):
-            told[at] = told[at] | {"tool_calls": [*told[at]["tool_calls"], *message["tool_calls"]]}
+            result[at] = result[at] | {"tool_calls": [*result[at]["tool_calls"], *message["tool_calls"]]}
             continue
-        answer, at = same, len(told)
-        told.append(message)
-    return told if len(told) < len(messages) else None
+        answer, at = same, len(result)
+        result.append(message)
+    return result if len(result) < len(messages) else None
 
 
 def _answer_of(calls: Sequence[dict[str, Any]]) -> str | None:

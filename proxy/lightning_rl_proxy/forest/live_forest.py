@@ -128,17 +128,17 @@ class LiveForest:
 
         `as_written`: no answer in it is read as another that it restates (see `restated_answers`).
         """
-        asked = RequestKey(message_fingerprint.seed(model), messages, message_fingerprint.digest_tools(tools, told))
-        trail = self.follow(asked)
+        request = RequestKey(message_fingerprint.seed(model), messages, message_fingerprint.digest_tools(tools, told))
+        trail = self.follow(request)
         if trail is None:
-            return Place(None, [], [], messages, None, asked, None)
+            return Place(None, [], [], messages, None, request, None)
         if not as_written and (other := self._restated(trail)) is not None:
-            asked, trail = other.asked, other
-            messages = asked.messages
+            request, trail = other.asked, other
+            messages = request.messages
         if trail.continued is not None:
-            return Place(trail.continued, [], [], messages[trail.continued.length :], None, asked, trail)
+            return Place(trail.continued, [], [], messages[trail.continued.length :], None, request, trail)
         fork, nearest = self._fork(trail)
-        return Place(None, [], [], messages, fork, asked, trail, nearest)
+        return Place(None, [], [], messages, fork, request, trail, nearest)
 
     def _restated(self, trail: Trail) -> Trail | None:
         """The trail of a request with its answers read as what they are, where it continues a call only so."""
@@ -245,24 +245,24 @@ class LiveForest:
         trail.repeats = (head, trail.keys[-1]) in self._asked
         return trail
 
-    def _read(self, asked: RequestKey) -> Trail:
+    def _read(self, request: RequestKey) -> Trail:
         """A request's trail before it is followed: read from the start, or from a call whose messages it repeats."""
-        start = self._start(asked)
-        if start is not None and start.conversation.head.tools == asked.tools:
+        start = self._start(request)
+        if start is not None and start.conversation.head.tools == request.tools:
             numbering = Numbering(*start.numbering, start.number_of)
-            fingerprints = message_fingerprint.read(asked.messages[start.length :], numbering)
-            return Trail(asked, start.conversation.head, start, fingerprints, [start.key], numbering)
-        return _read_whole(asked)
+            fingerprints = message_fingerprint.read(request.messages[start.length :], numbering)
+            return Trail(request, start.conversation.head, start, fingerprints, [start.key], numbering)
+        return _read_whole(request)
 
-    def _start(self, asked: RequestKey) -> LiveCall | None:
+    def _start(self, request: RequestKey) -> LiveCall | None:
         """The call that ends with the last answer in the messages, if they repeat all of it."""
-        messages = asked.messages
+        messages = request.messages
         roles = (at for at in range(len(messages) - 1, -1, -1) if messages[at].get("role") == "assistant")
         last = next(roles, None)
         if last is None:
             return None
         live = self._ends.get(
-            _end(asked._replace(messages=messages[:last]), message_fingerprint.fingerprint_of(messages[last]))
+            _end(request._replace(messages=messages[:last]), message_fingerprint.fingerprint_of(messages[last]))
         )
         return live if live is not None and live.begins(messages) else None
 
@@ -286,20 +286,20 @@ class LiveForest:
         the latest answer that the request still holds; of equally near ones that with the same head, then the one
         answered last.
         """
-        asked, seed = trail.conversation(), trail.asked.seed
-        said = [self._said.get((seed, _bare(message))) for message in asked.body if message.role == "assistant"]
-        heard = [live for live in said if live is not None]
-        shared = len(asked.body)
+        conversation, seed = trail.conversation(), trail.asked.seed
+        calls = [self._said.get((seed, _bare(message))) for message in conversation.body if message.role == "assistant"]
+        answered = [live for live in calls if live is not None]
+        shared = len(conversation.body)
         while shared and (None, trail.key_at(shared)) not in self._begun:
             shared -= 1
-        nearest = heard[-1] if shared == 0 and heard else self._nearest(trail, shared)
+        nearest = answered[-1] if shared == 0 and answered else self._nearest(trail, shared)
         if nearest is None:
             return None, None
         if nearest.conversation.head == trail.head and (altered := trail.altered(nearest, shared)) is not None:
             at = len(trail.head.systems) + altered - 1
             return Fork(ForkCause.EDITED_TEXT, at, "assistant"), nearest
-        fingerprints = bool(heard) or trail.continued is not None
-        return fork_causes.find(asked, nearest.whole(), shared, holds_answer=fingerprints), nearest
+        holds_answer = bool(answered) or trail.continued is not None
+        return fork_causes.find(conversation, nearest.whole(), shared, holds_answer=holds_answer), nearest
 
     def _nearest(self, trail: Trail, shared: int) -> LiveCall | None:
         """The last call that begins with the trail's first messages: with the same head and reasoning, else with the
@@ -317,11 +317,11 @@ class LiveForest:
 
     def _prompt_of(self, live: LiveCall) -> Prompt:
         """A call's whole prompt, which stays at hand: what went on once may do so again."""
-        kept = next((inflight for inflight in self._at_hand if live in inflight), None)
-        if kept is not None:
-            self._at_hand.remove(kept)
+        exchange = next((lives for lives in self._at_hand if live in lives), None)
+        if exchange is not None:
+            self._at_hand.remove(exchange)
         prompt = live.prompt = live.prompt or Prompt(live.prompt_ids(), own=True)
-        self._keep_at_hand(kept or [live])
+        self._keep_at_hand(exchange or [live])
         return prompt
 
     def _keep_at_hand(self, answered: list[LiveCall]) -> None:
@@ -332,19 +332,19 @@ class LiveForest:
                 live.prompt = None
 
 
-def _opened(asked: RequestKey) -> Trail:
+def _opened(request: RequestKey) -> Trail:
     """The trail of a request before which nothing was answered."""
-    trail = _read_whole(asked)
+    trail = _read_whole(request)
     for message in trail.fingerprints:
         trail.keys.append(message_fingerprint.chain(trail.keys[-1], message))
     return trail
 
 
-def _read_whole(asked: RequestKey) -> Trail:
+def _read_whole(request: RequestKey) -> Trail:
     """A request's trail before it is followed, read from the start."""
     numbering = Numbering()
-    head, fingerprints = message_fingerprint.split(message_fingerprint.read(asked.messages, numbering), asked.tools)
-    return Trail(asked, head, None, fingerprints, [asked.seed], numbering)
+    head, fingerprints = message_fingerprint.split(message_fingerprint.read(request.messages, numbering), request.tools)
+    return Trail(request, head, None, fingerprints, [request.seed], numbering)
 
 
 def _lengthened(before: LiveCall | None, forms: list[dict[str, Any] | None]) -> list[dict[str, Any] | None]:
@@ -357,11 +357,11 @@ def _lengthened(before: LiveCall | None, forms: list[dict[str, Any] | None]) -> 
     return before.forms
 
 
-def _end(asked: RequestKey, answer: MessageFingerprint) -> _End:
+def _end(request: RequestKey, answer: MessageFingerprint) -> _End:
     """What a call that answers messages is looked up by: their number, the texts that differ most, the answer."""
-    messages = asked.messages
+    messages = request.messages
     texts = [message.get("content") for message in (*messages[:2], *messages[-1:])]
-    return asked.seed, len(messages), tuple(text for text in texts if isinstance(text, str)), answer
+    return request.seed, len(messages), tuple(text for text in texts if isinstance(text, str)), answer
 
 
 def _chosen(equal: list[LiveCall], trail: Trail) -> LiveCall | None:

@@ -203,13 +203,13 @@ def _parts(content: Any) -> bytes:
 def _calls(message: dict[str, Any]) -> tuple[bytes, tuple[str, ...]]:
     tool_calls, audio = message.get("tool_calls"), message.get("audio")
     listed = tool_calls if isinstance(tool_calls, list) else []
-    what = [_tool_call(call) for call in listed]
+    calls = [_tool_call(call) for call in listed]
     ids = tuple(str(call.get("id")) if isinstance(call, dict) else "" for call in listed)
     if message.get("function_call"):
-        what.append(_tool_call({"function": message["function_call"]}))
+        calls.append(_tool_call({"function": message["function_call"]}))
     if audio:
-        what.append({"audio": audio.get("id") if isinstance(audio, dict) else audio})
-    return _digest(_json(what)), ids
+        calls.append({"audio": audio.get("id") if isinstance(audio, dict) else audio})
+    return _digest(_json(calls)), ids
 
 
 def _tool_call(call: Any) -> Any:
@@ -219,15 +219,15 @@ def _tool_call(call: Any) -> Any:
     return {k: v for k, v in call.items() if k not in ("id", "index")} if isinstance(call, dict) else call
 
 
-def _arguments(given: Any) -> list[Any]:
+def _arguments(arguments: Any) -> list[Any]:
     """The values of arguments, however they were written; the text of those that are neither JSON nor Python."""
-    text = given.strip() if isinstance(given, str) else None
-    if not given or text == "":
+    text = arguments.strip() if isinstance(arguments, str) else None
+    if not arguments or text == "":
         return [{}]
     try:
-        return [msgspec.Raw(_json(_plain(given if text is None else value_of(text, "{"))))]
+        return [msgspec.Raw(_json(_plain(arguments if text is None else value_of(text, "{"))))]
     except (TypeError, ValueError, OverflowError, RecursionError, MemoryError):
-        return [None, _bytes(str(given) if text is None else text).hex()]
+        return [None, _bytes(str(arguments) if text is None else text).hex()]
 
 
 def value_of(text: str, opening: str) -> Any:

@@ -116,21 +116,21 @@ class LiveCall(msgspec.Struct, eq=False):
             later.append(node.call)
             node = node.parent
         ids = node.call.prompt_ids.copy() if node.prompt is None else node.prompt.ids.copy()
-        said = node.call.response_ids
+        response_ids = node.call.response_ids
         for call in reversed(later):
-            ids += said
+            ids += response_ids
             ids += call.prompt_ids
-            said = call.response_ids
+            response_ids = call.response_ids
         return ids
 
     def placed(self) -> list[Placed]:
         """The images of the call's whole prompt, where they stand in it."""
-        found: list[Placed] = []
+        images: list[Placed] = []
         length = 0
         for call in self._chain():
-            found += [image.moved(length) for image in call.media]
+            images += [image.moved(length) for image in call.media]
             length += len(call.prompt_ids) + len(call.response_ids)
-        return found
+        return images
 
     def context(self) -> list[int]:
         """The call's whole prompt and its response."""
@@ -164,10 +164,10 @@ class LiveCall(msgspec.Struct, eq=False):
 
     def thinks(self, depth: int, message: dict[str, Any]) -> bool:
         """Whether a message says no other reasoning than message number `depth` of this conversation."""
-        if message.get("role") != "assistant" or not (said := message_fingerprint.thought(message)):
+        if message.get("role") != "assistant" or not (digest := message_fingerprint.thought(message)):
             return True
         node = next((node for node in self.lineage() if depth in node.thoughts), None)
-        return node is None or node.thoughts[depth]() in (said, None)
+        return node is None or node.thoughts[depth]() in (digest, None)
 
     def number_of(self, call_id: str) -> int | None:
         """The number, in the conversation, of the latest tool call with that id."""
@@ -213,9 +213,9 @@ class LiveCall(msgspec.Struct, eq=False):
         ] + self.whole().body
         for index, (message, form) in enumerate(zip(there, forms, strict=True)):
             if message != form:
-                heard, known = message_fingerprint.fingerprint_of(message), fingerprints[index]
-                calls = known.calls if known.role == "tool" else heard.calls  # `ids` tell which it answers
-                if heard._replace(calls=calls) != known:
+                fingerprint, expected = message_fingerprint.fingerprint_of(message), fingerprints[index]
+                calls = expected.calls if expected.role == "tool" else fingerprint.calls  # `ids` tell which it answers
+                if fingerprint._replace(calls=calls) != expected:
                     return False
                 if not self.thinks(index + 1 - len(self.conversation.head.systems), message):
                     return False
@@ -275,8 +275,8 @@ class Trail(msgspec.Struct, eq=False):
 
     def conversation(self) -> ConversationFingerprint:
         """All of the request."""
-        known = [] if self.start is None else self.start.whole().body
-        return ConversationFingerprint(self.head, known + self.fingerprints)
+        previous = [] if self.start is None else self.start.whole().body
+        return ConversationFingerprint(self.head, previous + self.fingerprints)
 
     def key_at(self, depth: int) -> bytes | None:
         """What stands for the first `depth` messages behind the head."""
@@ -286,16 +286,18 @@ class Trail(msgspec.Struct, eq=False):
     def altered(self, live: LiveCall, to: int | None = None) -> int | None:
         """The depth of the first message, up to `to`, whose reasoning is other than it is in a call's conversation;
         None where there is none. Behind an equal beginning, only messages are read that `start` does not hold."""
-        known = {id(node) for node in self.start.lineage()} if self.start is not None and live is not self.start else ()
+        lineage_ids = (
+            {id(node) for node in self.start.lineage()} if self.start is not None and live is not self.start else ()
+        )
         messages, systems, first = self.asked.messages, len(self.head.systems), None
         for node in live.lineage():
-            if node is self.start or id(node) in known:
+            if node is self.start or id(node) in lineage_ids:
                 break
             for depth, thought in node.thoughts.items():
                 if (to is not None and depth > to) or systems + depth > len(messages):
                     continue
-                said = message_fingerprint.thought(messages[systems + depth - 1])
-                if said and thought() not in (said, None):
+                digest = message_fingerprint.thought(messages[systems + depth - 1])
+                if digest and thought() not in (digest, None):
                     first = depth if first is None else min(first, depth)
         return first
 

@@ -107,9 +107,9 @@ class Texts:
         if parent is not None and parent.answer is None:  # of a call that was recorded before the attempt came here
             parent = None
         start = 0 if parent is None else parent.end
-        known = _Known(len(self._known), model, prompt[start:], live, parent, start)
-        self._known[live.call.call_id] = known
-        (self._begun if parent is None else parent.children).append(known)
+        entry = _Known(len(self._known), model, prompt[start:], live, parent, start)
+        self._known[live.call.call_id] = entry
+        (self._begun if parent is None else parent.children).append(entry)
 
     def place(self, turn: Place, model: str, prompt: Prompt, reader: RawPromptReader) -> Place:
         """Where a prompt goes, whose place by messages is `turn`: behind the call of which it repeats the most.
@@ -135,26 +135,26 @@ class Texts:
 
     def _longest(self, model: str, prompt: Prompt, reader: RawPromptReader) -> _Known | None:
         """The call with the longest text (or ids) that `prompt` begins with."""
-        found: _Known | None = None
+        longest: _Known | None = None
         looking = [one for one in self._begun if one.model == model and type(one.adds) is type(prompt)]
         while looking:
             one = looking.pop()
             if one.is_repeated_by(prompt, reader):
-                if found is None or (one.end, one.number) > (found.end, found.number):
-                    found = one
+                if longest is None or (one.end, one.number) > (longest.end, longest.number):
+                    longest = one
                 looking += one.children
-        return found
+        return longest
 
     def _fork(self, model: str, prompt: Prompt, reader: RawPromptReader) -> Fork | None:
         """Why a prompt continues nothing: it goes on behind the visible text alone, or it is another prompt."""
         mine = [(one, one.prompt()) for one in self._known.values() if one.model == model]
-        for one, asked in reversed(mine):
-            if isinstance(asked, str) and isinstance(prompt, str):
-                visible = asked + reader.parse("", [], one.live.call.response_ids, None, "stop", None).content
-                if prompt.startswith(visible) and len(prompt) > len(visible) > len(asked):
+        for one, previous in reversed(mine):
+            if isinstance(previous, str) and isinstance(prompt, str):
+                visible = previous + reader.parse("", [], one.live.call.response_ids, None, "stop", None).content
+                if prompt.startswith(visible) and len(prompt) > len(visible) > len(previous):
                     ids = reader.tokenizer.encode_whole(prompt)
                     return Fork(ForkCause.NOT_APPEND_ONLY, token=first_difference(ids, one.live.context()))
-        if not mine or any(asked == prompt for _, asked in mine):
+        if not mine or any(previous == prompt for _, previous in mine):
             return None
         return Fork(ForkCause.NEW_CONVERSATION)
 

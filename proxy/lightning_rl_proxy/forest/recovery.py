@@ -82,23 +82,23 @@ class Recovery:
         parent = self._parent(call)
         before = [] if parent is None else self._conversations[parent.call.call_id]
         messages = [*before, *attributes[semconv.INPUT_MESSAGES]]
-        told = attributes.get(semconv.TOOLS)
-        tools = _NO_TOOLS if told is None else bytes.fromhex(told)
+        digest = attributes.get(semconv.TOOLS)
+        tools = _NO_TOOLS if digest is None else bytes.fromhex(digest)
         tools = tools if parent is None else self._tools[parent.call.call_id]
-        asked = RequestKey(message_fingerprint.seed(call.model), messages, tools)
-        trail = self.forest.follow(asked)
+        request = RequestKey(message_fingerprint.seed(call.model), messages, tools)
+        trail = self.forest.follow(request)
         if trail is not None and parent is not None:
             trail.continued = parent  # which of equal ones it was is recorded
-        said = attributes[semconv.OUTPUT_MESSAGES][0]
+        message = attributes[semconv.OUTPUT_MESSAGES][0]
         new = attributes[semconv.INPUT_MESSAGES]
-        place = Place(parent, call.prompt_ids, [], new, None, asked, trail)
-        reasoned = bool(said.get("reasoning_content") or said.get("reasoning"))
+        place = Place(parent, call.prompt_ids, [], new, None, request, trail)
+        reasoned = bool(message.get("reasoning_content") or message.get("reasoning"))
         # A service's reasoning tells no answers apart, here as there.
-        thought = lru_cache(1)(partial(_thought, self._renderer, call, said)) if call.trainable else None
+        thought = lru_cache(1)(partial(_thought, self._renderer, call, message)) if call.trainable else None
         cut = is_cut(call, self._renderer)
-        [live] = self.forest.remember([Answered(place, call, said, reasoned, thought=thought, cut=cut)])
+        [live] = self.forest.remember([Answered(place, call, message, reasoned, thought=thought, cut=cut)])
         instructed = attributes.get(semconv.INSTRUCTIONS, 0)
-        conversation = [*messages, said]
+        conversation = [*messages, message]
         if attributes[semconv.DIALECT] == responses.NAME:
             self.responses[responses.response_id(call.call_id)] = conversation[instructed:]
         self._remember(call, live, attributes)
@@ -118,10 +118,10 @@ class Recovery:
             before = "" if parent is None else self._prompts[parent.call.call_id]
             answered = "" if parent is None else reader.tokenizer.decode(parent.call.response_ids)
             prompt = self._prompts[call.call_id] = f"{before}{answered}{written['content']}"
-        asked = RequestKey(message_fingerprint.seed(f"{call.model}\n{completions.NAME}"), [written], _NO_TOOLS)
-        place = Place(parent, call.prompt_ids, [], [written], None, asked, self.forest.follow(asked))
-        said = attributes[semconv.OUTPUT_MESSAGES][0]
-        [live] = self.forest.remember([Answered(place, call, said, reasoned=False, text=(call.model, prompt))])
+        request = RequestKey(message_fingerprint.seed(f"{call.model}\n{completions.NAME}"), [written], _NO_TOOLS)
+        place = Place(parent, call.prompt_ids, [], [written], None, request, self.forest.follow(request))
+        message = attributes[semconv.OUTPUT_MESSAGES][0]
+        [live] = self.forest.remember([Answered(place, call, message, reasoned=False, text=(call.model, prompt))])
         self._remember(call, live, attributes)
 
     def _parent(self, call: Call) -> LiveCall | None:
@@ -133,16 +133,18 @@ class Recovery:
             self.recorded.setdefault(bytes.fromhex(request), []).append(RecordedAnswer(live, attributes))
 
 
-def _thought(renderer: Renderer | None, call: Call, said: dict[str, Any]) -> bytes | None:
+def _thought(renderer: Renderer | None, call: Call, message: dict[str, Any]) -> bytes | None:
     """What identifies the reasoning that was sampled, which is read from its tokens again; None where they are not read
     as they were then."""
     if renderer is None:
         return None
-    names = [made["function"]["name"] for made in said.get("tool_calls") or ()]
+    names = [made["function"]["name"] for made in message.get("tool_calls") or ()]
     tools = [{"type": "function", "function": {"name": name, "parameters": _ANYTHING}} for name in names]
     answer = renderer.parse(call.call_id, call.prompt_ids, call.response_ids, None, call.finish_reason, tools)
     return (
-        message_fingerprint.thought_of(answer.reasoning) if answer.content.strip() == said["content"].strip() else None
+        message_fingerprint.thought_of(answer.reasoning)
+        if answer.content.strip() == message["content"].strip()
+        else None
     )
 
 
@@ -157,8 +159,8 @@ def _as_answered(spans: Iterable[Span]) -> list[tuple[Call, dict[str, Any]]]:
     return sorted(calls, key=lambda one: at[one[0].call_id])
 
 
-def _image(said: dict[str, Any]) -> Image:
-    data = said[semconv.MEDIA_DATA]
+def _image(attributes: dict[str, Any]) -> Image:
+    data = attributes[semconv.MEDIA_DATA]
     size = images.size_of(data)
     assert size is not None, "it was read before it was recorded"
-    return Image(said[semconv.MEDIA_SHA256], said[semconv.MEDIA_TYPE], data, size)
+    return Image(attributes[semconv.MEDIA_SHA256], attributes[semconv.MEDIA_TYPE], data, size)

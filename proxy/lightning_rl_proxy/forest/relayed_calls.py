@@ -63,9 +63,9 @@ def body_of(fields: Mapping[str, Any], algorithm: Mapping[str, float | int], ind
         del body["top_k"]  # all tokens: what services do by themselves, and many know no such field
     limit = algorithm.get("max_tokens")
     if limit is not None:
-        asked = [name for name in ("max_tokens", "max_completion_tokens") if isinstance(body.get(name), int)]
-        body |= {name: min(body[name], int(limit)) for name in asked or ()}
-        if not asked:
+        names = [name for name in ("max_tokens", "max_completion_tokens") if isinstance(body.get(name), int)]
+        body |= {name: min(body[name], int(limit)) for name in names or ()}
+        if not names:
             body["max_tokens"] = int(limit)
     if index and isinstance(body.get("seed"), int):
         body["seed"] += index
@@ -86,11 +86,11 @@ def answer_of(answer: BackendAnswer) -> ParsedAnswer:
     if thought is None and isinstance(content, list):
         thought = [part for part in content if isinstance(part, dict) and part.get("type") in _REASONING]
     calls = message.get("tool_calls")
-    told = [_tool_call(call, new_id("call_")) for call in (calls if isinstance(calls, list) else [])]
+    tool_calls = [_tool_call(call, new_id("call_")) for call in (calls if isinstance(calls, list) else [])]
     return ParsedAnswer(
         content=_text(content, left_out=_REASONING),
         reasoning=_text(thought) or None,
-        tool_calls=[call for call in told if call is not None],
+        tool_calls=[call for call in tool_calls if call is not None],
         finish_reason="stop" if finish_reason in ("tool_calls", "function_call") else finish_reason,
         token_ids=answer.response_ids or [],
         logprobs=None,
@@ -125,8 +125,8 @@ def _tool_call(call: Any, its_id: str) -> dict[str, Any] | None:
 def _counts(answer: BackendAnswer) -> dict[str, int]:
     """The counts of tokens that the service tells."""
     usage = answer.body.get("usage")
-    given = usage.items() if isinstance(usage, dict) else ()
-    return {name: count for name, count in given if isinstance(count, int)}
+    items = usage.items() if isinstance(usage, dict) else ()
+    return {name: count for name, count in items if isinstance(count, int)}
 
 
 def prompt_tokens(answer: BackendAnswer) -> int:

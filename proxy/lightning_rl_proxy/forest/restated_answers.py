@@ -26,21 +26,21 @@ def restated(messages: Sequence[dict[str, Any]], cut: Collection[str]) -> list[d
 
     `cut` are the texts of the answers that were cut. The last message stays: an assistant's there is to be continued.
     """
-    told: list[dict[str, Any]] = []
+    result: list[dict[str, Any]] = []
     for message in messages[:-1]:
         text = message.get("content") if message.get("role") == "assistant" and not message.get("tool_calls") else None
         if isinstance(text, str) and text:
-            told += _called(message, text) or _behind(message, text, cut) or [message]
+            result += _called(message, text) or _behind(message, text, cut) or [message]
         else:
-            told.append(message)
-    told += messages[-1:]
-    return None if all(one is other for one, other in zip(told, messages, strict=False)) else told
+            result.append(message)
+    result += messages[-1:]
+    return None if all(one is other for one, other in zip(result, messages, strict=False)) else result
 
 
 def is_cut(call: Call, renderer: Renderer | None) -> bool:
     """Whether more may stand behind an answer, in the same turn: the end of its turn was not sampled."""
-    said = call.response_ids
-    return renderer is not None and call.exact and bool(said) and said[-1] not in renderer.stop_token_ids
+    ids = call.response_ids
+    return renderer is not None and call.exact and bool(ids) and ids[-1] not in renderer.stop_token_ids
 
 
 def words_behind(renderer: Renderer, response_ids: list[int], message: dict[str, Any], said: str) -> str:
@@ -55,17 +55,17 @@ def words_behind(renderer: Renderer, response_ids: list[int], message: dict[str,
 def _behind(message: dict[str, Any], text: str, cut: Collection[str]) -> list[dict[str, Any]] | None:
     """An answer that was cut, and the words behind it: of several that fit the longest."""
     stripped = text.lstrip()
-    said = max(
+    answer = max(
         (one for one in cut if one and len(one) < len(stripped) and stripped.startswith(one)), key=len, default=""
     )
-    if not said or not stripped[len(said) :].strip():
+    if not answer or not stripped[len(answer) :].strip():
         return None
-    return [message | {"content": said}, {"role": "assistant", "content": stripped[len(said) :], BEHIND: True}]
+    return [message | {"content": answer}, {"role": "assistant", "content": stripped[len(answer) :], BEHIND: True}]
 
 
 def _called(message: dict[str, Any], text: str) -> list[dict[str, Any]] | None:
     """An answer with the calls that its text ends with, behind a line that announces them; all ids are ours."""
-    said, _, listed = f"\n{text.rstrip()}".rpartition("\n[")
+    words, _, listed = f"\n{text.rstrip()}".rpartition("\n[")
     if not listed.endswith("]") or _OUR_ID.search(listed) is None:
         return None
     try:
@@ -75,7 +75,7 @@ def _called(message: dict[str, Any], text: str) -> list[dict[str, Any]] | None:
     if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
         return None
     written = [call | {"function": call["function"] | {"arguments": _as_json(call)}} for call in calls]
-    return [message | {"content": said.rpartition("\n")[0], "tool_calls": written}]
+    return [message | {"content": words.rpartition("\n")[0], "tool_calls": written}]
 
 
 def _is_call(call: Any) -> bool:

@@ -54,10 +54,10 @@ class ShownImages:
         """The messages with references to their images in the place of URLs that hold them, or are known; the first
         `known` messages as they are, and all where there are references alone. Raises GatewayError(400) for a URL that
         says it holds an image, and holds none."""
-        found = [(where, url) for where, url in images.urls(messages[known:], known) if not url.startswith(url_of(""))]
-        if not found:
+        urls = [(where, url) for where, url in images.urls(messages[known:], known) if not url.startswith(url_of(""))]
+        if not urls:
             return messages
-        for where, url in found:
+        for where, url in urls:
             if images.is_data(url) and not self.knows(url):
                 self.add(images.read(where, url), url)
         return [*messages[:known], *with_urls(messages[known:], self._reference)]

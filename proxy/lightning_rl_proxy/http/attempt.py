@@ -70,9 +70,9 @@ class LiveAttempt:
 
     def forget(self, inflight: InflightRequest) -> None:
         """No retry joins the request any more."""
-        kept = [other for other in self.inflight.get(inflight.body_key, []) if other is not inflight]
-        if kept:
-            self.inflight[inflight.body_key] = kept
+        remaining = [other for other in self.inflight.get(inflight.body_key, []) if other is not inflight]
+        if remaining:
+            self.inflight[inflight.body_key] = remaining
         else:
             self.inflight.pop(inflight.body_key, None)
 

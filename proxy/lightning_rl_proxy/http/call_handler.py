@@ -156,8 +156,8 @@ class CallHandler:
         named = info.policy_named(requested)
         model = self._router.resolve(requested, info.policy) if named is None else named.model
         if info.policies and info.policy_named(model) is not None:
-            asked = info.policy_of_agent(agent)
-            return model if asked is None else asked.model
+            policy = info.policy_of_agent(agent)
+            return model if policy is None else policy.model
         return model
 
     async def _placed(self, context: CallContext, tokenizing: Tokenizing, *, long: bool) -> tuple[Renderer, Place]:
@@ -175,9 +175,9 @@ class CallHandler:
                 find = partial(_find, context, renderer, kwargs)
                 if not long:
                     return find()
-                found = await tokenizing.of_one_prompt(find)
+                placement = await tokenizing.of_one_prompt(find)
                 tokenizing.remember(request)
-                return found
+                return placement
         finally:
             attempt.unplaced -= 1
 
@@ -285,7 +285,7 @@ class CallHandler:
             return not choice.ended
 
         ended = False
-        asked = TokenRequest(
+        token_request = TokenRequest(
             choice.place.prompt_ids,
             choice.sampling,
             choice.call_id,
@@ -295,7 +295,7 @@ class CallHandler:
         )
         context.inflight.asks_engine()
         try:
-            await self._router.generate(context.model, asked, generation, home=choice.home, take=take)
+            await self._router.generate(context.model, token_request, generation, home=choice.home, take=take)
             # From here to the end nothing waits, so what an engine handed over is never lost to a cancellation.
             answer, deltas = choice.finish()
             answered = choice.end(stream, answer, deltas)
@@ -698,8 +698,8 @@ def _other_kwargs(request: Request, renderer: Renderer) -> tuple[dict[str, Any],
         raise GatewayError(400, f"{field} is no object", param=field)
     if isinstance(thinks := request.fields.get(_THINKS), bool):
         kwargs, field = {_THINKS: thinks, **kwargs}, field if kwargs else _THINKS
-    known = renderer.chat_template_kwargs
-    other = {name: value for name, value in kwargs.items() if name not in known or known[name] != value}
+    defaults = renderer.chat_template_kwargs
+    other = {name: value for name, value in kwargs.items() if name not in defaults or defaults[name] != value}
     return ({} if request.prompt is not None else other), field
 
 
@@ -737,10 +737,10 @@ def _renderer_for(request: Request, renderer: Renderer) -> tuple[Renderer, dict[
     except (ValueError, TypeError) as error:
         if other == {_THINKS: False}:  # which a format that never thinks cannot be told
             return renderer, {}
-        known = renderer.chat_template_kwargs
+        defaults = renderer.chat_template_kwargs
         raise GatewayError(
             400,
-            f"{field}: {' '.join(str(error).split())[:300]}; prompts are rendered with {dict(known)} here: "
+            f"{field}: {' '.join(str(error).split())[:300]}; prompts are rendered with {dict(defaults)} here: "
             "actor_rollout_ref.rollout.multi_turn.chat_template_kwargs, `serve --chat-template-kwargs`",
             param=field,
             kind="unsupported_parameter",

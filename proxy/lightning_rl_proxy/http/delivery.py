@@ -145,8 +145,8 @@ class Delivery:
             return
         inflight.recorded = True
         for call, more in inflight.calls:
-            kept = call if delivered else msgspec.structs.replace(call, delivered=False)
-            self._recorder.record(to_span(kept, **more))
+            marked_call = call if delivered else msgspec.structs.replace(call, delivered=False)
+            self._recorder.record(to_span(marked_call, **more))
             self._counters["calls" if delivered else "undelivered"] += 1
 
     def _follow(self, inflight: InflightRequest) -> None:

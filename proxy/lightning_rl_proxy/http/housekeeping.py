@@ -38,8 +38,8 @@ class Housekeeping:
 
     def tagged(self, agent: str | None, messages: Sequence[dict[str, Any]]) -> str | None:
         """The agent's tag, which says so where the request with these new messages is housekeeping."""
-        asked = [message for message in messages if message.get("role") == "system"] + list(messages[-1:])
-        texts = [text for message in asked for text in _texts(message.get("content"))]
+        candidates = [message for message in messages if message.get("role") == "system"] + list(messages[-1:])
+        texts = [text for message in candidates for text in _texts(message.get("content"))]
         if not any(rule in text for text in texts for rule in self._texts):
             return agent
         return HOUSEKEEPING if agent is None else f"{agent}.{HOUSEKEEPING}"

@@ -164,8 +164,9 @@ class OpenAttempts:
     def tokens_pending(self) -> int:
         """What engines handed over for open attempts, and for records that were given up."""
         lost = self._recorder.tokens_lost
-        gone = sum(tokens.total() for name, tokens in lost.items() if name not in self._attempts)  # the rest is pending
-        return gone + sum(attempt.tokens_received.total() for attempt in self._attempts.values())
+        # The rest is pending.
+        lost_tokens = sum(tokens.total() for name, tokens in lost.items() if name not in self._attempts)
+        return lost_tokens + sum(attempt.tokens_received.total() for attempt in self._attempts.values())
 
     async def _closed(self, name: tuple[str, str]) -> GatewayError:
         """The refusal of a call that came after its attempt was sealed: with how it ended, once the ledger knows."""

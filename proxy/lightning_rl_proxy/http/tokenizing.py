@@ -103,9 +103,9 @@ class Tokenizing:
         tool = {"name": "look_up", "description": _TOOL, "parameters": {"type": "object", "properties": {}}}
         tools = [{"type": "function", "function": tool}]
         texts: list[str] = []
-        for asked in (messages, [{"role": "system", "content": _RULE}, *messages]):
+        for conversation in (messages, [{"role": "system", "content": _RULE}, *messages]):
             with suppress(GatewayError):  # some formats have no such role
-                texts += self._parts_of(self.renderer.render(asked, tools))
+                texts += self._parts_of(self.renderer.render(conversation, tools))
         alone = all(
             sum(mark in text for mark in _SAID.values()) + (_RULE in text or _TOOL in text) <= 1 for text in texts
         )

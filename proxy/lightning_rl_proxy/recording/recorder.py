@@ -105,18 +105,18 @@ class Recorder:
 
     async def start(self) -> None:
         """Open the journal, hand over what an earlier gateway left in it, and begin."""
-        left, self.damaged = replay(self._path) if self._path.exists() else Replayed([], False)
-        if left:
-            await self._ledger.add_spans(left)
+        spans, self.damaged = replay(self._path) if self._path.exists() else Replayed([], False)
+        if spans:
+            await self._ledger.add_spans(spans)
         if self.damaged:
-            kept = self._path.with_name(f"{self._path.name}.damaged")
-            os.replace(self._path, kept)
+            damaged_path = self._path.with_name(f"{self._path.name}.damaged")
+            os.replace(self._path, damaged_path)
             ALARMS.error(
                 "the journal %s holds damaged records: %d whole ones were read, attempts that were open are retried; "
                 "the file is kept as %s: check the disk",
                 self._path,
-                len(left),
-                kept,
+                len(spans),
+                damaged_path,
             )
         self._fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
         self._new.unlink(missing_ok=True)  # of a gateway that was killed as it wrote it
@@ -143,11 +143,11 @@ class Recorder:
             self._drop(span)
             return
         try:
-            kept = pack(span)
+            packed_span = pack(span)
         except (OverflowError, UnicodeEncodeError):  # a message may hold any number, and half a surrogate pair
             span.attributes = storable(span.attributes)
-            kept = pack(span)
-        record = kept.record
+            packed_span = pack(span)
+        record = packed_span.record
         size = _HEADER.size + len(record)
         if self._waiting() >= self._max_waiting or self._waiting_bytes + size > self._max_waiting_bytes:
             self._give_up(attempt)
@@ -157,7 +157,7 @@ class Recorder:
         self._append()
         self._recorded += 1
         self._waiting_bytes += size
-        self._pending.append(_Waiting(self._recorded, attempt, kept, size))
+        self._pending.append(_Waiting(self._recorded, attempt, packed_span, size))
         self._wake.set()
 
     def state(self) -> dict[str, int]:
@@ -269,8 +269,8 @@ class Recorder:
 
     def _taken(self) -> None:
         """The ledger has what was handed to it."""
-        taken, self._handed = self._handed, []
-        for one in taken:
+        records, self._handed = self._handed, []
+        for one in records:
             self._waiting_bytes -= one.size
         if self._pending:
             if self._size > max(_REWRITTEN_ABOVE, 4 * self._waiting_bytes):
@@ -329,9 +329,9 @@ def _journalled(record: bytes) -> bytes:
 
 
 def _write_all(fd: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(fd, remaining) :]
 
 
 class Replayed(NamedTuple):
