@@ -76,8 +76,8 @@ def effective(
         absent = {name: value for name, value in defaults.items() if getattr(requested, name) is None}
         requested = msgspec.structs.replace(requested, **absent)
     values = dict(zip(REPLACED, _replaced(requested), strict=True)) | dict(algorithm)
-    given = {name: float(value) for name in _NEUTRAL if (value := values[name]) is not None}
-    penalties = {name: value for name, value in given.items() if value != _NEUTRAL[name]}
+    penalty_values = {name: float(value) for name in _NEUTRAL if (value := values[name]) is not None}
+    penalties = {name: value for name, value in penalty_values.items() if value != _NEUTRAL[name]}
     temperature, top_p, top_k = values["temperature"], values["top_p"], values["top_k"]
     limits = [n for n in (requested.max_tokens, algorithm.get("max_tokens"), room) if n is not None]
     limit = int(min(limits)) if limits else None

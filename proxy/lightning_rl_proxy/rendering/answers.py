@@ -61,8 +61,8 @@ def _calls(tool_calls: Sequence[dict[str, Any]] | None) -> list[tuple[str, Any]]
     return [(call["function"]["name"], _arguments(call["function"]["arguments"])) for call in tool_calls or ()]
 
 
-def _arguments(given: Any) -> Any:
+def _arguments(arguments: Any) -> Any:
     try:
-        return json.loads(given)
+        return json.loads(arguments)
     except (TypeError, ValueError):
-        return given
+        return arguments

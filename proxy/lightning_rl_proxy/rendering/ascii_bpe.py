@@ -83,9 +83,9 @@ def _split(file: _File) -> str | None:
     if before.type != "Sequence" or [part.type for part in before.pretokenizers] != ["Split", "ByteLevel"]:
         return None
     split, byte_level = before.pretokenizers
-    told = split.pattern.get("Regex")
-    known = told in _SPLITS and split.behavior == "Isolated" and not split.invert
-    return told if known and not (byte_level.use_regex or byte_level.add_prefix_space) else None
+    pattern = split.pattern.get("Regex")
+    is_supported = pattern in _SPLITS and split.behavior == "Isolated" and not split.invert
+    return pattern if is_supported and not (byte_level.use_regex or byte_level.add_prefix_space) else None
 
 
 def _tokens(model: _Model, tokenizer: Tokenizer) -> tuple[dict[bytes, int], list[int]] | None:
@@ -103,7 +103,7 @@ def _tokens(model: _Model, tokenizer: Tokenizer) -> tuple[dict[bytes, int], list
         if not byte_of.keys() >= set(letters):
             return None
         token = bytes(map(byte_of.__getitem__, letters))
-        if token in ranks or [found.id for found in merged.tokenize(letters)] != [vocab[letters]]:
+        if token in ranks or [piece.id for piece in merged.tokenize(letters)] != [vocab[letters]]:
             return None
         ranks[token] = len(ids)
         ids.append(vocab[letters])

@@ -197,13 +197,13 @@ class Variants:
     def told(self, kwargs: Mapping[str, Any]) -> "Renderer":
         """The format told these, for any thread. Raises ValueError for what it cannot be told."""
         key = written(kwargs)
-        told = self._made.get(key) or self._make(kwargs)
+        variant = self._made.get(key) or self._make(kwargs)
         with self._lock:
             self._made.pop(key, None)
-            self._made[key] = told
+            self._made[key] = variant
             if len(self._made) > _VARIANTS:
                 del self._made[next(iter(self._made))]
-        return told
+        return variant
 
 
 def written(kwargs: Mapping[str, Any]) -> str:
@@ -250,5 +250,5 @@ def _parsed(call: dict[str, Any]) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, RecursionError):  # no JSON that Python reads: the text itself
         return call
     # No tokenizer reads half a surrogate pair, which an escape may be.
-    known = encodable_values(arguments) if "\\u" in function["arguments"] else arguments
-    return call | {"function": function | {"arguments": known}}
+    values = encodable_values(arguments) if "\\u" in function["arguments"] else arguments
+    return call | {"function": function | {"arguments": values}}

@@ -81,12 +81,12 @@ class CachedTexts:
 
     def _ids(self, text: str) -> "array[int]":
         with self._lock:
-            known = self._known.get(text)
-            if known is not None:
+            entry = self._known.get(text)
+            if entry is not None:
                 self._known.move_to_end(text)
-        if known is not None:
-            self._long_texts.count(len(known.ids))
-            return known.ids
+        if entry is not None:
+            self._long_texts.count(len(entry.ids))
+            return entry.ids
         by = self._of_ascii if text.isascii() else None
         ids = array("I", self._long_texts.encode(self._tokenizer, text, by=by))
         self._unknown += 1
@@ -101,10 +101,10 @@ class CachedTexts:
         if encode is None:
             return
         with self._lock:
-            known = [(text, entry.ids.tolist()) for text, entry in self._known.items() if text.isascii()]
-        if wrong := [text for text, ids in known if encode(text) != ids]:
+            entries = [(text, entry.ids.tolist()) for text, entry in self._known.items() if text.isascii()]
+        if wrong := [text for text, ids in entries if encode(text) != ids]:
             _log.error(
-                "tiktoken gives %d of %d texts other ids than tokenizers, and is not used", len(wrong), len(known)
+                "tiktoken gives %d of %d texts other ids than tokenizers, and is not used", len(wrong), len(entries)
             )
             return
         self._of_ascii = encode

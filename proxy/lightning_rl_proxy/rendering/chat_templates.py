@@ -96,10 +96,10 @@ class ChatTemplate:
 
     def text(self, messages: Sequence[Message], tools: Tools, *, generation: bool = True) -> str:
         """The conversation as text; with `generation` it ends where the assistant begins to speak."""
-        given = self._tokenizer.guarded_messages(arguments_parsed(messages) if self._objects else messages)
+        guarded = self._tokenizer.guarded_messages(arguments_parsed(messages) if self._objects else messages)
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         return self._templates[name].render(
-            messages=[_as_transformers_passes_it(message) for message in given],
+            messages=[_as_transformers_passes_it(message) for message in guarded],
             tools=None if tools is None else self._tokenizer.guarded(list(tools)),
             documents=None,
             add_generation_prompt=generation,
@@ -282,8 +282,8 @@ class TemplateRenderer:
             # Whichever stop token was sampled stands in the closer's place.
             stop = next((i for i, token in enumerate(closer) if token in self.stop_token_ids), -1)
             return ids[stop + 1 :]
-        said = next((n for n in range(len(closer), 0, -1) if response_ids[-n:] == closer[:n]), 0)
-        return ids[said:]
+        overlap = next((n for n in range(len(closer), 0, -1) if response_ids[-n:] == closer[:n]), 0)
+        return ids[overlap:]
 
     def encode_behind(self, text: str) -> list[int]:
         """See `Renderer`."""
@@ -373,12 +373,12 @@ class TemplateRenderer:
 
     def _is_the_answer(self, own: str, probe: "_Probe", opening: str) -> bool:
         """Whether `own`, the template's text of the probed answer, is that answer and nothing more."""
-        said: str = probe.answer["content"]
+        content: str = probe.answer["content"]
         if probe.answer.get("tool_calls"):
-            return self._keep or said.strip() in opening + own
+            return self._keep or content.strip() in opening + own
         if self._keep:
-            own, said = _THOUGHT.sub("", own), _THOUGHT.sub("", said)
-        return "".join((opening + own).split()) == "".join(said.split())
+            own, content = _THOUGHT.sub("", own), _THOUGHT.sub("", content)
+        return "".join((opening + own).split()) == "".join(content.split())
 
     def _writes_no_tools(self) -> bool:
         tool = {"type": "function", "function": {"name": _PLACEHOLDER, "parameters": {"type": "object"}}}
@@ -390,13 +390,13 @@ class TemplateRenderer:
     def _warn(self, model: str) -> None:
         moved = [name for name, outcome in self._outcomes.items() if outcome == "moved"]
         refused = [name for name, outcome in self._outcomes.items() if outcome == "refused"]
-        told = []
+        warnings = []
         if moved:
-            told.append(f"is not append-only for {', '.join(moved)}: there each turn is rendered anew, as a fork")
+            warnings.append(f"is not append-only for {', '.join(moved)}: there each turn is rendered anew, as a fork")
         if refused:
-            told.append(f"refuses {', '.join(refused)}: such requests are answered 400")
-        if told:
-            _log.warning("the chat template of model %s %s", model, "; it ".join(told))
+            warnings.append(f"refuses {', '.join(refused)}: such requests are answered 400")
+        if warnings:
+            _log.warning("the chat template of model %s %s", model, "; it ".join(warnings))
 
 
 class _Probe(NamedTuple):
@@ -414,13 +414,13 @@ def read_template(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
     Raises ValueError naming the folder for a `chat_template` that is neither a text nor a list of named ones.
     """
     file = folder / "chat_template.jinja"
-    given = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
-    if given is None:
+    template = file.read_text(encoding="utf-8") if file.exists() else config.get("chat_template")
+    if template is None:
         return None
-    if isinstance(given, str):
-        return {"default": given}
+    if isinstance(template, str):
+        return {"default": template}
     try:
-        texts = {str(named["name"]): str(named["template"]) for named in given}
+        texts = {str(named["name"]): str(named["template"]) for named in template}
     except (TypeError, KeyError) as error:
         raise _unusable(folder, "chat_template is neither a text nor a list of names with templates") from error
     if "default" not in texts:
@@ -451,22 +451,22 @@ def _why(error: Exception) -> str:
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The named special tokens that a template may write."""
-    given = {**_json(folder / "special_tokens_map.json"), **config}
-    tokens = {name: given.get(name) for name in _NAMED_TOKENS}
+    settings = {**_json(folder / "special_tokens_map.json"), **config}
+    tokens = {name: settings.get(name) for name in _NAMED_TOKENS}
     texts = {name: token.get("content") if isinstance(token, dict) else token for name, token in tokens.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def _stop_token_ids(folder: Path, tokenizer: FastTokenizer, closer: str) -> list[int]:
     """What ends an answer: the end tokens of tokenizer and model, and the closer if it is one special token."""
-    found = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stop_ids = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     for name in ("generation_config.json", "config.json"):
         ids = _json(folder / name).get("eos_token_id")
-        found += [ids] if isinstance(ids, int) else ids or []
+        stop_ids += [ids] if isinstance(ids, int) else ids or []
     closer_id = tokenizer.token_id(closer.strip())
     if closer_id in tokenizer.special_ids and closer_id is not None:
-        found.append(closer_id)
-    return list(dict.fromkeys(found))
+        stop_ids.append(closer_id)
+    return list(dict.fromkeys(stop_ids))
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -502,12 +502,12 @@ def _split_tool_calls(call_id: str, text: str) -> tuple[str, list[dict[str, Any]
 
     def take(match: re.Match[str]) -> str:
         try:
-            said = json.loads(match[1])
-            if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+            call = json.loads(match[1])
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
                 return match[0]
-            if not isinstance(arguments := said.get("arguments"), dict):
+            if not isinstance(arguments := call.get("arguments"), dict):
                 return match[0]
-            calls.append(tool_call(tool_call_id(call_id, len(calls)), said["name"], arguments))
+            calls.append(tool_call(tool_call_id(call_id, len(calls)), call["name"], arguments))
         except (ValueError, RecursionError):  # no JSON, nested too deep, or with a number of too many digits
             return match[0]
         return ""
@@ -532,7 +532,7 @@ def _probes() -> dict[str, list[_Probe]]:
     think = "<think>\nFirst I count them.\n</think>\n\n"
     tools = [_tool("look_up", "Looks a thing up."), _tool("count", "Counts things: <all> & 'sundry'.")]
     # Not the first of the tools: the placeholder names that one, and what is added must not hang on it.
-    calls = [tool_call(f"call0000{i}", "count", {"what": what}) for i, what in enumerate(("cats", "dogs"))]
+    calls = [tool_call(f"call0000{i}", "count", {"what": animal}) for i, animal in enumerate(("cats", "dogs"))]
     call, two_calls = _said("assistant", "", tool_calls=calls[:1]), _said("assistant", "", tool_calls=calls)
     results = [_said("tool", text, tool_call_id=c["id"], name="count") for text, c in zip("34", calls, strict=True)]
     result, more_call, more_result = results[:1], _said("assistant", "", tool_calls=calls[1:]), results[1:]
@@ -581,13 +581,13 @@ def _tool(name: str, description: str) -> dict[str, Any]:
 def _as_transformers_passes_it(message: Message) -> Message:
     """Without empty fields, which templates would print as `None`, with reasoning under the names in use, and images
     as parts without their bytes."""
-    given = {name: value for name, value in message.items() if value is not None}
-    if isinstance(given.get("content"), list):
-        given["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in given["content"]]
-    names = [name for name in ("reasoning_content", "thinking", "reasoning") if name in given]
+    fields = {name: value for name, value in message.items() if value is not None}
+    if isinstance(fields.get("content"), list):
+        fields["content"] = [{"type": "image"} if part["type"] == "image_url" else part for part in fields["content"]]
+    names = [name for name in ("reasoning_content", "thinking", "reasoning") if name in fields]
     if not names:
-        return given
-    return {"thinking": given[names[0]], **given, "reasoning_content": given[names[0]]}
+        return fields
+    return {"thinking": fields[names[0]], **fields, "reasoning_content": fields[names[0]]}
 
 
 class _Generation(Extension):

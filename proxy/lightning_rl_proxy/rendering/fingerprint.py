@@ -36,8 +36,8 @@ class Fingerprint(NamedTuple):
 
 def fingerprint_of(renderer: Renderer) -> Fingerprint:
     """The fingerprint of a renderer. A conversation that its format refuses counts by the refusal."""
-    asked = [(_PROBE, _TOOLS), (_PROBE[:4], None), (_PROBE[1:2], None)]
-    chats = [_rendered(renderer, messages, tools) for messages, tools in asked]
+    conversations = [(_PROBE, _TOOLS), (_PROBE[:4], None), (_PROBE[1:2], None)]
+    chats = [_rendered(renderer, messages, tools) for messages, tools in conversations]
     return Fingerprint(renderer.tokenizer.vocabulary_digest(), _digest(chats))
 
 

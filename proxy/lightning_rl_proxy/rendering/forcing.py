@@ -57,7 +57,7 @@ def probe_forcing(
     ask = {"role": "user", "content": "a question"}
     parameters = {"type": "object", "properties": {_ARGUMENT: {"type": "string"}}}
     tools = [{"type": "function", "function": {"name": _TOOL, "description": "a tool", "parameters": parameters}}]
-    said: list[str] = []
+    texts: list[str] = []
     try:
         prompt_ids = renderer.render([ask], tools)
         bare = OPENING.sub("", renderer.tokenizer.decode(prompt_ids))
@@ -66,12 +66,12 @@ def probe_forcing(
             text = written([ask, {"role": "assistant", "content": "", "tool_calls": calls}], tools)
             if not text.startswith(bare) or _TOOL not in text[len(bare) :]:
                 return Forcing("", None, None)
-            said.append(text[len(bare) :])
+            texts.append(text[len(bare) :])
     except GatewayError:
         return Forcing("", None, None)
-    match = _EMPTY_THOUGHT.match(said[0])
+    match = _EMPTY_THOUGHT.match(texts[0])
     thought = match[0] if match else ""
-    own, without = (text.removeprefix(thought) for text in said)
+    own, without = (text.removeprefix(thought) for text in texts)
     # Where texts with and without arguments part, the arguments have begun: but for the brace or bracket of either.
     shared = _shared(own, without).removesuffix("{").removesuffix("<")
     heads = own[: own.index(_TOOL)], shared if _TOOL in shared else None
@@ -92,8 +92,8 @@ def probe_lead(
         text = written([ask, {"role": "assistant", "content": _VALUE}], None)
     except GatewayError:
         return _UNKNOWN
-    lead, found, _ = text.removeprefix(bare).partition(_VALUE)
-    proven = found and text.startswith(bare) and (not lead or _EMPTY_THOUGHT.fullmatch(lead))
+    lead, separator, _ = text.removeprefix(bare).partition(_VALUE)
+    proven = separator and text.startswith(bare) and (not lead or _EMPTY_THOUGHT.fullmatch(lead))
     return lead if proven else _UNKNOWN
 
 
@@ -103,8 +103,8 @@ def begun(renderer: Renderer, prompt_ids: list[int], lead: str, text: str) -> li
         return None
     opened = OPENING.search(renderer.tokenizer.decode(prompt_ids[-16:]))
     thought = Forcing(lead, None, None).thought_behind("" if opened is None else opened[0])
-    said = renderer.tokenizer.guarded_messages([{"role": "assistant", "content": text}])[0]["content"]
-    return renderer.encode_behind(thought + said)
+    content = renderer.tokenizer.guarded_messages([{"role": "assistant", "content": text}])[0]["content"]
+    return renderer.encode_behind(thought + content)
 
 
 def _proven(

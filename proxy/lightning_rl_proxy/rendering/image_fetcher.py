@@ -81,13 +81,13 @@ class ImageFetcher:
 
 
 def _entry(word: str) -> tuple[str, int | None]:
-    found = _ENTRY.fullmatch(word.lower())
-    if found is None or int(found["port"] or 0) > 65535:
+    match = _ENTRY.fullmatch(word.lower())
+    if match is None or int(match["port"] or 0) > 65535:
         raise ValueError(
             f"{word!r} is no host that images are fetched from; write images.example.com or 127.0.0.1:8000, without "
             "https:// and without a path"
         )
-    return found["host"].strip("[]"), None if found["port"] is None else int(found["port"])
+    return match["host"].strip("[]"), None if match["port"] is None else int(match["port"])
 
 
 def _parsed(url: str) -> URL | None:

@@ -146,19 +146,21 @@ def vision_of(folder: Path) -> Vision | None:
     family = FAMILIES.get(str(name))
     if family is None:
         raise ValueError(f"{folder}: images of {name!r} models are not known here; known are {', '.join(FAMILIES)}")
-    said = _json(folder / "preprocessor_config.json") or _json(folder / "processor_config.json").get("image_processor")
-    if not isinstance(said, dict):
+    processor = _json(folder / "preprocessor_config.json") or _json(folder / "processor_config.json").get(
+        "image_processor"
+    )
+    if not isinstance(processor, dict):
         raise ValueError(
             f"{folder} has a model that sees, but no preprocessor_config.json: copy it from the model's hub"
         )
-    size = said.get("size") or {}
+    size = processor.get("size") or {}
     return Vision(
         token_id=config.get("image_token_id", family.token_id),
-        patch_size=said.get("patch_size", 14),
-        merge_size=said.get("merge_size", 2),
-        min_pixels=said.get("min_pixels") or size.get("shortest_edge", family.min_pixels),
-        max_pixels=said.get("max_pixels") or size.get("longest_edge", family.max_pixels),
-        frames=said.get("temporal_patch_size", 2) if family.counts_frames else None,
+        patch_size=processor.get("patch_size", 14),
+        merge_size=processor.get("merge_size", 2),
+        min_pixels=processor.get("min_pixels") or size.get("shortest_edge", family.min_pixels),
+        max_pixels=processor.get("max_pixels") or size.get("longest_edge", family.max_pixels),
+        frames=processor.get("temporal_patch_size", 2) if family.counts_frames else None,
     )
 
 
@@ -208,8 +210,8 @@ def image_of(where: str, data: bytes, media_type: str | None = None) -> Image:
         raise _refused(f"{where} is no PNG, JPEG, GIF or WebP image")
     if size[0] * size[1] > _MAX_PIXELS:
         raise _refused(f"{where} has {size[0]} x {size[1]} pixels; at most {_MAX_PIXELS} are read: send it smaller")
-    known = media_type or next(name for begin, name in _BEGINNINGS.items() if data.startswith(begin))
-    return Image(hashlib.sha256(data).hexdigest(), known, data, size)
+    mime_type = media_type or next(name for begin, name in _BEGINNINGS.items() if data.startswith(begin))
+    return Image(hashlib.sha256(data).hexdigest(), mime_type, data, size)
 
 
 def size_of(data: bytes) -> tuple[int, int] | None:

@@ -41,8 +41,8 @@ def load_renderer(
         raise FileNotFoundError(f"{tokenizer_path} holds no tokenizer.json")
     tokenizer = FastTokenizer(tokenizer_path, special_tokens_in_text)
     vision = vision_of(tokenizer_path)
-    known = MODEL_RENDERER_MAP.get(model) or tokenizer.renderer
-    resolved = (known if known and vision is None else "template") if name == "auto" else name
+    preferred = MODEL_RENDERER_MAP.get(model) or tokenizer.renderer
+    resolved = (preferred if preferred and vision is None else "template") if name == "auto" else name
     kwargs = dict(chat_template_kwargs or {})
     if resolved == "template":
         return _template_renderer(tokenizer_path, tokenizer, model, history, kwargs, vision)
@@ -57,9 +57,9 @@ def load_renderer(
     try:
         config = type(config).model_validate(kwargs | retention)
     except ValueError as error:
-        told = " ".join(str(error).split())
+        problem = " ".join(str(error).split())
         raise ValueError(
-            f"chat_template_kwargs={kwargs}, history={history!r}: renderer {resolved!r}: {told}"
+            f"chat_template_kwargs={kwargs}, history={history!r}: renderer {resolved!r}: {problem}"
         ) from error
     return LibraryRenderer(renderers.create_renderer(tokenizer, config), tokenizer)
 

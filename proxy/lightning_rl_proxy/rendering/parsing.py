@@ -152,8 +152,8 @@ class AnswerParser:
         deltas = self._waiting + self._tell("reasoning", self._rest("reasoning", answer.reasoning or ""))
         deltas += self._tell("content", self._rest("content", answer.content))
         deltas += self._tell_calls(answer.tool_calls)
-        if left := self._take_tokens():
-            deltas.append(Delta(kind="content", tokens=left))
+        if tokens := self._take_tokens():
+            deltas.append(Delta(kind="content", tokens=tokens))
         return answer, deltas
 
     def _runs(self, token_ids: Sequence[int]) -> Iterator[list[int]]:
@@ -279,15 +279,15 @@ class AnswerParser:
         ]
 
     def _rest(self, channel: Channel, text: str) -> str:
-        told = self._told[channel]
-        if not text.startswith(told):
+        prefix = self._told[channel]
+        if not text.startswith(prefix):
             _log.error(
                 "the %s of call %s was streamed otherwise than it is recorded: its renderer's markup is wrong; "
                 "use another renderer for this model",
                 channel,
                 self._call_id,
             )
-        return text[len(told) :]
+        return text[len(prefix) :]
 
 
 class _Course:
@@ -317,9 +317,9 @@ class _Course:
         mark = self._markup.tokens.get(run[0])
         if mark is None and run[0] not in self._markup.ends and run[0] not in self._markup.foreign:
             return self._read(self._text.push(run))
-        told = self._read(self._text.flush())
+        pieces = self._read(self._text.flush())
         if mark is not None:
-            told += self._say(self._buffer)
+            pieces += self._say(self._buffer)
             self._buffer = ""
             self._text.after(run)
             self._pass(mark)
@@ -328,24 +328,24 @@ class _Course:
         elif self.state != "calls":
             self.state = "held"
         # Some parsers leave the mark out and join what stands around it, which may be the parts of one character.
-        return [] if self.state == "held" else told
+        return [] if self.state == "held" else pieces
 
     def _read(self, text: str) -> list[tuple[Channel, str]]:
-        told: list[tuple[Channel, str]] = []
+        pieces: list[tuple[Channel, str]] = []
         self._buffer += text
-        while found := self._mark.search(self._buffer):
-            mark = found[0]
-            told += self._say(self._buffer[: found.start()])
-            self._buffer = self._buffer[found.end() :]
+        while match := self._mark.search(self._buffer):
+            mark = match[0]
+            pieces += self._say(self._buffer[: match.start()])
+            self._buffer = self._buffer[match.end() :]
             if mark in self._textual:
                 self._pass(mark)
             elif self.state != "calls":
                 # Text that only looks like a mark is one to some parsers.
                 self.state = "held"
-        kept = _overlap(self._buffer, self._marks)
-        told += self._say(self._buffer[: len(self._buffer) - kept])
-        self._buffer = self._buffer[len(self._buffer) - kept :]
-        return told
+        overlap = _overlap(self._buffer, self._marks)
+        pieces += self._say(self._buffer[: len(self._buffer) - overlap])
+        self._buffer = self._buffer[len(self._buffer) - overlap :]
+        return pieces
 
     def _pass(self, mark: str) -> None:
         """Go on behind a mark."""
@@ -367,18 +367,18 @@ class _Course:
         if not text or self.state in ("calls", "held", "over"):
             return []
         text = self._space + text
-        said = text.rstrip()
-        self._space = text[len(said) :]
-        if not said:
+        stripped = text.rstrip()
+        self._space = text[len(stripped) :]
+        if not stripped:
             return []
         if self.state == "start":
-            if self._markup.bare_calls and said.lstrip().startswith("{"):
+            if self._markup.bare_calls and stripped.lstrip().startswith("{"):
                 self.state = "held"
                 return []
             self.state, self._bare = "content", not self._markup.keeps_space
         if self._bare:
-            said, self._bare = said.lstrip(), False
-        return [("reasoning" if self.state == "reasoning" else "content", said)]
+            stripped, self._bare = stripped.lstrip(), False
+        return [("reasoning" if self.state == "reasoning" else "content", stripped)]
 
 
 class _Match(NamedTuple):
@@ -424,8 +424,8 @@ class _StopStrings:
         begin = self._length - len(self._tail)
         self._length += len(piece.text)
         self._tail = window[max(0, len(window) - self._longest + 1) :]
-        found = ((window.find(stop), stop) for stop in self._stops)
-        first = min(((place + len(stop), place, stop) for place, stop in found if place >= 0), default=None)
+        occurrences = ((window.find(stop), stop) for stop in self._stops)
+        first = min(((place + len(stop), place, stop) for place, stop in occurrences if place >= 0), default=None)
         if first is None:
             return self._before(self._length - _overlap(window, self._stops)), None
         _, place, stop = first
@@ -481,14 +481,14 @@ class _TextPiece:
     def _settle(self, text: str) -> str:
         """All but the last character, whose tokens alone may still change."""
         settled, last = self._pending[:-_CHARACTER], self._pending[-_CHARACTER:]
-        told = self._decode(self._context + settled)[len(self._before) :]
+        settled_text = self._decode(self._context + settled)[len(self._before) :]
         ahead = _TextPiece(self._decode)
         ahead.after(settled)
-        if told + ahead._decode(ahead._context + last)[len(ahead._before) :] != text:
+        if settled_text + ahead._decode(ahead._context + last)[len(ahead._before) :] != text:
             return ""
         self.after(settled)
         self._pending = last
-        return told
+        return settled_text
 
 
 def _overlap(text: str, marks: Sequence[str]) -> int:

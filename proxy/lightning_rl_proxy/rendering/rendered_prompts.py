@@ -44,20 +44,20 @@ class RenderedPrompts:
         except (TypeError, ValueError):  # no JSON: rendering says what is wrong with it
             return self._render(messages, tools)
         with self._lock:
-            known = self._known.get(key)
-            by_another = None if known is not None else self._rendering.get(key)
-            if known is not None:
+            shared_ids = self._known.get(key)
+            by_another = None if shared_ids is not None else self._rendering.get(key)
+            if shared_ids is not None:
                 self._known.move_to_end(key)
             elif by_another is None:
                 rendering = self._rendering[key] = Future[list[int] | None]()
         if by_another is not None:
-            known = by_another.result()
-        elif known is None:
+            shared_ids = by_another.result()
+        elif shared_ids is None:
             return self._render_for_all(key, rendering, messages, tools)
-        if known is None:  # rendering it here says what is wrong with it
+        if shared_ids is None:  # rendering it here says what is wrong with it
             return self._render(messages, tools)
-        self._long_texts.count(len(known))
-        return known.copy()  # the numbers are shared: an attempt that is open keeps its prompt
+        self._long_texts.count(len(shared_ids))
+        return shared_ids.copy()  # the numbers are shared: an attempt that is open keeps its prompt
 
     def _render_for_all(
         self,
@@ -67,17 +67,17 @@ class RenderedPrompts:
         tools: Sequence[dict[str, Any]] | None,
     ) -> list[int]:
         """The ids of a prompt, which other threads wait for."""
-        known = None
+        shared_ids = None
         try:
             ids = self._render(messages, tools)
-            known = ids.copy()
-            if _size(key, known) <= _LARGEST:
-                self._keep(key, known)
+            shared_ids = ids.copy()
+            if _size(key, shared_ids) <= _LARGEST:
+                self._keep(key, shared_ids)
             return ids
         finally:
             with self._lock:
                 del self._rendering[key]
-            rendering.set_result(known)
+            rendering.set_result(shared_ids)
 
     def _keep(self, key: bytes, ids: list[int]) -> None:
         with self._lock:

@@ -55,8 +55,8 @@ class LibraryRenderer:
     def _told(self, kwargs: Mapping[str, Any]) -> "LibraryRenderer":
         config = self._renderer.config
         check_kwargs(kwargs, config.template_field_names(), f"renderer {config.name!r}")
-        told = type(config).model_validate(config.model_dump() | dict(kwargs))
-        return LibraryRenderer(renderers.create_renderer(self.tokenizer, told), self.tokenizer)
+        variant_config = type(config).model_validate(config.model_dump() | dict(kwargs))
+        return LibraryRenderer(renderers.create_renderer(self.tokenizer, variant_config), self.tokenizer)
 
     def render(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None) -> list[int]:
         """See `Renderer`."""
@@ -137,8 +137,8 @@ class LibraryRenderer:
         """Content, reasoning and tool calls of an answer."""
         if (text := self._plain_text(prompt_ids, response_ids)) is not None:
             return text, None, []
-        if not tools and (said := self._uncalled(prompt_ids, response_ids)) is not None:
-            return said[1], said[0], []
+        if not tools and (parts := self._uncalled(prompt_ids, response_ids)) is not None:
+            return parts[1], parts[0], []
         parsed = self._renderer.parse_response(response_ids, tools=tools, prompt_ids=prompt_ids)
         reasoning, content = parsed.reasoning_content, parsed.content
         if self.markup is not None:

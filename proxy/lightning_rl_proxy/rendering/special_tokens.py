@@ -27,15 +27,15 @@ class Controls:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = tokenizer.get_added_tokens_decoder()
-        found = {
+        ids_by_text = {
             token.content: token_id
             for token_id, token in added.items()
             if (token.special or token.content in _RESULTS) and token.content and not token.single_word
         }
-        self.texts = tuple(found)
+        self.texts = tuple(ids_by_text)
         self._salt = secrets.token_hex(8)
         self._numbers = {text: number for number, text in enumerate(self.texts)}
-        self._ids = frozenset(found.values())
+        self._ids = frozenset(ids_by_text.values())
         self._spelled = re.compile(longest_of(self.texts)) if self.texts else None
         self._heads = tuple({text[0] for text in self.texts})
         self._written_heads = tuple({msgspec.json.encode(text[:2])[1:-1] for text in self.texts})
@@ -43,10 +43,10 @@ class Controls:
         self._guards = re.compile(rf"(?:{_OPEN}|\\ufdd0){self._salt}(\d+)(?:{_CLOSE}|\\ufdd1)")
         renamed = json.loads(tokenizer.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
         for token in renamed["added_tokens"]:
-            token["content"] = self._own(token["content"]) if token["content"] in found else token["content"]
+            token["content"] = self._own(token["content"]) if token["content"] in ids_by_text else token["content"]
         self._tokenizer = Tokenizer.from_str(json.dumps(renamed))
         names = {token.content: token_id for token_id, token in added.items()}
-        names = {self._own(text) if text in found else text: token_id for text, token_id in names.items()}
+        names = {self._own(text) if text in ids_by_text else text: token_id for text, token_id in names.items()}
         self._real = {self._tokenizer.token_to_id(text): token_id for text, token_id in names.items()}
 
     def guarded(self, value: Any, spared: frozenset[str] = frozenset()) -> Any:

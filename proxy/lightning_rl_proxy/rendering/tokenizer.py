@@ -97,14 +97,14 @@ class FastTokenizer:
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """The id of a token, or the ids of a list of them; `unk_token_id` for what the vocabulary lacks."""
         if isinstance(tokens, str):
-            found = self._tokenizer.token_to_id(tokens)
-            return self.unk_token_id if found is None else found
+            token_id = self._tokenizer.token_to_id(tokens)
+            return self.unk_token_id if token_id is None else token_id
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def token_id(self, token: str) -> int | None:
         """The id of a token, or None for what the vocabulary lacks."""
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
 
     def _special(self, token: Any) -> int | None:
         text = token.get("content") if isinstance(token, dict) else token

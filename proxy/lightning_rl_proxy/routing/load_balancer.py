@@ -61,8 +61,8 @@ class Replica(Generic[T]):
     @property
     def capacity(self) -> int | None:
         """How many calls it bears at once, by what it says or was seen to bear; None: nobody knows."""
-        known = (self.borne, None if self.load is None else self.load.capacity)
-        return min((calls for calls in known if calls is not None), default=None)
+        limits = (self.borne, None if self.load is None else self.load.capacity)
+        return min((calls for calls in limits if calls is not None), default=None)
 
     def hear_load(self, load: Load | None) -> None:
         """It said how busy it is; None: it does not say.
@@ -171,9 +171,11 @@ class EnginePool(Pool[V]):
         """How busy it is with so many calls; where no engine is well, they are taken as they were."""
         well = self.well()
         each = [replica.capacity for replica in well or self.replicas]
-        known = [capacity for capacity in each if capacity is not None]
+        capacities = [capacity for capacity in each if capacity is not None]
         waiting = sum(replica.load.waiting for replica in well if replica.load is not None)
-        return ModelLoad(len(well), calls, waiting, sum(known) if known and len(known) == len(each) else None)
+        return ModelLoad(
+            len(well), calls, waiting, sum(capacities) if capacities and len(capacities) == len(each) else None
+        )
 
     def restarted(self, replica: Replica[V], reported: int | None) -> bool:
         """Whether it says older weights than it should have, and others than it was known by."""

@@ -104,15 +104,15 @@ class Router:
 
         Raises ValueError where chat backends serve a model of that name.
         """
-        taken = "is a chat backend's already; give the engine's another name"
-        _check_free(engine.model, self._backends.get(engine.model), taken)
+        problem = "is a chat backend's already; give the engine's another name"
+        _check_free(engine.model, self._backends.get(engine.model), problem)
         self._backends.pop(engine.model, None)
         return self._engines.setdefault(engine.model, EnginePool(engine.model)).add(engine, self._name(engine.model))
 
     def register_backend(self, backend: ChatBackend) -> str:
         """Add a chat backend for its model, as `register` does. Raises ValueError where engines serve that model."""
-        taken = "has token engines already; give the chat backend another name"
-        _check_free(backend.model, self._engines.get(backend.model), taken)
+        problem = "has token engines already; give the chat backend another name"
+        _check_free(backend.model, self._engines.get(backend.model), problem)
         self._engines.pop(backend.model, None)
         return self._backends.setdefault(backend.model, Pool(backend.model)).add(backend, self._name(backend.model))
 
@@ -411,10 +411,10 @@ class Router:
         return [model]
 
 
-def _check_free(model: str, other: Pool[Any] | None, taken: str) -> None:
-    """Raises ValueError where engines of the `other` kind have a model's name, which is `taken` by them."""
+def _check_free(model: str, other: Pool[Any] | None, problem: str) -> None:
+    """Raises ValueError that names the `problem` where engines of the `other` kind have a model's name."""
     if other is not None and other.replicas:
-        raise ValueError(f"model {model!r} {taken}")
+        raise ValueError(f"model {model!r} {problem}")
 
 
 def _told(replica: Replica[Any], away: str | None = None, policy_version: int = 0) -> dict[str, Any]:
