@@ -20,11 +20,11 @@ def names_of(spans: Iterable[Span]) -> dict[str, str]:
     """
     calls = [span for span in spans if span.name == semconv.CALL_SPAN]
     own = {name: call.span_id for call in calls for name in _own_names(call)}
-    said: dict[str, set[str]] = {}
+    owners: dict[str, set[str]] = {}
     for call in calls:
         for name in _tool_calls(call):
-            said.setdefault(name, set()).add(call.span_id)
-    return {name: owner for name, (owner, *others) in said.items() if not others} | own
+            owners.setdefault(name, set()).add(call.span_id)
+    return {name: owner for name, (owner, *others) in owners.items() if not others} | own
 
 
 def _own_names(call: Span) -> Iterator[str]:

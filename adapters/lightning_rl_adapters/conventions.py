@@ -89,10 +89,10 @@ class _Found(NamedTuple):
 
 def read(span: Span) -> list[Call] | ConventionDiagnosis | None:
     """A span's calls, one per choice; what it lacks; None for a span that is no LLM call."""
-    said = call_of(span)
-    if said is None:
+    llm_call = call_of(span)
+    if llm_call is None:
         return None
-    return _calls(said) if said.answer.has_ids else _diagnosis(said)
+    return _calls(llm_call) if llm_call.answer.has_ids else _diagnosis(llm_call)
 
 
 def told_of(spans: Sequence[Span]) -> Told:
@@ -102,15 +102,19 @@ def told_of(spans: Sequence[Span]) -> Told:
 
     Raises ForestError where the gateway's own calls do not fit together.
     """
-    found = _find(spans)
-    told = [(call, said.convention.name) for said in found.with_ids for call in _calls(said)]
-    both = (*found.with_ids, *found.without)
+    llm_calls = _find(spans)
+    pairs = [(call, llm_call.convention.name) for llm_call in llm_calls.with_ids for call in _calls(llm_call)]
+    both = (*llm_calls.with_ids, *llm_calls.without)
     return Told(
-        [call for call, _ in told],
-        [name for _, name in told],
-        [_diagnosis(said) for said in found.without],
-        [_with_messages(said) for said in found.without if said.answer.has_messages],
-        {said.answer.answer_id: said.span.span_id for said in both if said.answer.answer_id is not None},
+        [call for call, _ in pairs],
+        [name for _, name in pairs],
+        [_diagnosis(llm_call) for llm_call in llm_calls.without],
+        [_with_messages(llm_call) for llm_call in llm_calls.without if llm_call.answer.has_messages],
+        {
+            llm_call.answer.answer_id: llm_call.span.span_id
+            for llm_call in both
+            if llm_call.answer.answer_id is not None
+        },
     )
 
 
@@ -139,19 +143,19 @@ def calls_with_told(recorded: Sequence[Call], told: Sequence[Call]) -> list[Call
 def spans_with_told(spans: Sequence[Span]) -> list[Span]:
     """An attempt's spans as a run trains on them that trusts its agent's: what these tell of calls with token ids are
     spans of calls, as the gateway writes them."""
-    found = _find(spans)
-    told = [call for said in found.with_ids for call in _calls(said)]
-    if not told:
+    llm_calls = _find(spans)
+    otel_calls = [call for llm_call in llm_calls.with_ids for call in _calls(llm_call)]
+    if not otel_calls:
         return list(spans)
     messages = {
         call.call_id: (conversation.prompt, conversation.answers[number : number + 1])
-        for said in found.with_ids
-        if (conversation := messages_of(said.span.attributes))
-        for number, call in enumerate(_calls(said))
+        for llm_call in llm_calls.with_ids
+        if (conversation := messages_of(llm_call.span.attributes))
+        for number, call in enumerate(_calls(llm_call))
     }
     recorded = {span.span_id: span for span in spans if span.name == semconv.CALL_SPAN}
     calls: list[Span] = []
-    for call in calls_with_told(calls_of(spans), told):
+    for call in calls_with_told(calls_of(spans), otel_calls):
         if call.call_id in messages:
             prompt, answers = messages[call.call_id]
             calls.append(to_span(call, **{semconv.INPUT_MESSAGES: prompt, semconv.OUTPUT_MESSAGES: answers}))
@@ -164,9 +168,13 @@ def spans_with_told(spans: Sequence[Span]) -> list[Span]:
 def conversations(spans: Sequence[Span], model: str | None = None) -> list[SpanMessages]:
     """What was said in the calls of `model` (None: of any) that spans tell of, by start time, in the form of Chat
     Completions."""
-    found = _find(spans)
-    calls = [said for said in (*found.with_ids, *found.without) if model is None or said.model == model]
-    return [messages_of(said.span.attributes) for said in sorted(calls, key=lambda said: said.span.start_ns)]
+    llm_calls = _find(spans)
+    calls = [
+        llm_call for llm_call in (*llm_calls.with_ids, *llm_calls.without) if model is None or llm_call.model == model
+    ]
+    return [
+        messages_of(llm_call.span.attributes) for llm_call in sorted(calls, key=lambda llm_call: llm_call.span.start_ns)
+    ]
 
 
 def triplets_of_otel(told: Told, rewards: Mapping[str, float] | None = None) -> list[OtelTriplet]:
@@ -178,29 +186,33 @@ def triplets_of_otel(told: Told, rewards: Mapping[str, float] | None = None) -> 
     return [_of_otel(each, conventions, messages.get(each.call_id)) for each in triplets(grown, rewards or {})]
 
 
-def _of_otel(triplet: Triplet, conventions: Mapping[str, str], said: MessageCall | None) -> OtelTriplet:
+def _of_otel(triplet: Triplet, conventions: Mapping[str, str], message_call: MessageCall | None) -> OtelTriplet:
     fields = msgspec.structs.asdict(triplet)
-    if said is None:
+    if message_call is None:
         return OtelTriplet(**fields, convention=conventions[triplet.call_id])
     return OtelTriplet(
-        **fields, convention=said.convention, prompt_messages=said.messages, response_messages=said.answers,
-        tools=said.tools,
+        **fields, convention=message_call.convention, prompt_messages=message_call.messages,
+        response_messages=message_call.answers, tools=message_call.tools,
     )  # fmt: skip
 
 
 def _find(spans: Sequence[Span]) -> _Found:
     recorded = names_of(spans)
-    found = [said for span in spans if (said := call_of(span)) is not None and said.answer.answer_id not in recorded]
-    found.sort(key=lambda said: (said.span.start_ns, said.span.span_id))
+    llm_calls = [
+        llm_call
+        for span in spans
+        if (llm_call := call_of(span)) is not None and llm_call.answer.answer_id not in recorded
+    ]
+    llm_calls.sort(key=lambda llm_call: (llm_call.span.start_ns, llm_call.span.span_id))
     parents: dict[str, str | None] = {span.span_id: span.attributes.get(semconv.PARENT_SPAN) for span in spans}
-    all_with_ids = [said for said in found if said.answer.has_ids]
+    all_with_ids = [llm_call for llm_call in llm_calls if llm_call.answer.has_ids]
     with_ids = _each_once(all_with_ids, parents, _recorded_tokens(spans) if all_with_ids else set())
-    around = {above for said in all_with_ids for above in _above(said.span.span_id, parents)}
-    names = {said.name for said in all_with_ids}
+    around = {above for llm_call in all_with_ids for above in _above(llm_call.span.span_id, parents)}
+    names = {llm_call.name for llm_call in all_with_ids}
     without: dict[str, ConventionCall] = {}
-    for said in found:
-        if not said.answer.has_ids and said.name not in names and said.span.span_id not in around:
-            without.setdefault(said.name, said)
+    for llm_call in llm_calls:
+        if not llm_call.answer.has_ids and llm_call.name not in names and llm_call.span.span_id not in around:
+            without.setdefault(llm_call.name, llm_call)
     return _Found(with_ids, list(without.values()))
 
 
@@ -208,7 +220,7 @@ _Tokens = tuple[tuple[int, ...], tuple[int, ...]]  # of a prompt, and of an answ
 
 
 def _each_once(
-    found: Sequence[ConventionCall], parents: Mapping[str, str | None], recorded: set[_Tokens]
+    llm_calls: Sequence[ConventionCall], parents: Mapping[str, str | None], recorded: set[_Tokens]
 ) -> list[ConventionCall]:
     """Those that are not the gateway's, each once.
 
@@ -216,18 +228,18 @@ def _each_once(
     have given it its own. Of spans with the same tokens, those are two calls that have answers of different ids and
     are not within each other.
     """
-    kept: dict[tuple[_Tokens, ...], list[ConventionCall]] = defaultdict(list)
+    by_tokens: dict[tuple[_Tokens, ...], list[ConventionCall]] = defaultdict(list)
     ids: set[str] = set()
-    for said in sorted(found, key=lambda said: said.answer.answer_id is None):
-        tokens = _tokens(said)
-        same = kept[tokens]
-        if said.name in ids or not recorded.isdisjoint(tokens):
+    for llm_call in sorted(llm_calls, key=lambda llm_call: llm_call.answer.answer_id is None):
+        tokens = _tokens(llm_call)
+        same = by_tokens[tokens]
+        if llm_call.name in ids or not recorded.isdisjoint(tokens):
             continue
-        if not any(_is_same(said, other, parents) for other in same):
-            same.append(said)
-            ids.add(said.name)
-    once = [said for same in kept.values() for said in same]
-    return sorted(once, key=lambda said: (said.span.start_ns, said.span.span_id))
+        if not any(_is_same(llm_call, other, parents) for other in same):
+            same.append(llm_call)
+            ids.add(llm_call.name)
+    once = [llm_call for same in by_tokens.values() for llm_call in same]
+    return sorted(once, key=lambda llm_call: (llm_call.span.start_ns, llm_call.span.span_id))
 
 
 def _is_same(one: ConventionCall, other: ConventionCall, parents: Mapping[str, str | None]) -> bool:
@@ -248,9 +260,9 @@ def _above(span_id: str, parents: Mapping[str, str | None]) -> set[str]:
     return above
 
 
-def _tokens(said: ConventionCall) -> tuple[_Tokens, ...]:
-    prompt = tuple(said.answer.prompt_ids or ())
-    return tuple((prompt, tuple(choice.ids)) for choice in said.answer.choices if choice.ids)
+def _tokens(llm_call: ConventionCall) -> tuple[_Tokens, ...]:
+    prompt = tuple(llm_call.answer.prompt_ids or ())
+    return tuple((prompt, tuple(choice.ids)) for choice in llm_call.answer.choices if choice.ids)
 
 
 def _recorded_tokens(spans: Sequence[Span]) -> set[_Tokens]:
@@ -270,14 +282,14 @@ def _continued(call: Call, earlier: Sequence[Call], whole: Mapping[str, list[int
     return msgspec.structs.replace(call, parent_id=parent, prompt_ids=call.prompt_ids[length:])
 
 
-def _calls(said: ConventionCall) -> list[Call]:
-    choices = [choice for choice in said.answer.choices if choice.ids]
-    return [_call(said, number, choice) for number, choice in enumerate(choices)]
+def _calls(llm_call: ConventionCall) -> list[Call]:
+    choices = [choice for choice in llm_call.answer.choices if choice.ids]
+    return [_call(llm_call, number, choice) for number, choice in enumerate(choices)]
 
 
-def _call(said: ConventionCall, number: int, choice: ConventionChoice | None) -> Call:
+def _call(llm_call: ConventionCall, number: int, choice: ConventionChoice | None) -> Call:
     """The call of a choice; without one the call that is not exact."""
-    span, temperature = said.span, said.temperature
+    span, temperature = llm_call.span, llm_call.temperature
     ids = choice.ids or [] if choice is not None else []
     logprobs = choice.logprobs if choice is not None and len(choice.logprobs or ()) == len(ids) else None
     return Call(
@@ -285,8 +297,8 @@ def _call(said: ConventionCall, number: int, choice: ConventionChoice | None) ->
         rollout_id=span.rollout_id,
         attempt_id=span.attempt_id,
         number=span.number,
-        model=said.model,
-        prompt_ids=said.answer.prompt_ids or [] if choice is not None else [],
+        model=llm_call.model,
+        prompt_ids=llm_call.answer.prompt_ids or [] if choice is not None else [],
         response_ids=ids,
         logprobs=logprobs,
         logprob_kind=_logprob_kind(temperature),
@@ -307,16 +319,16 @@ def _logprob_kind(temperature: float | None) -> str:
     return {1.0: "sampled", 0.0: "greedy"}.get(temperature, "raw")
 
 
-def _with_messages(said: ConventionCall) -> MessageCall:
-    told = messages_of(said.span.attributes)
+def _with_messages(llm_call: ConventionCall) -> MessageCall:
+    messages = messages_of(llm_call.span.attributes)
     return MessageCall(
-        call=_call(said, 0, None), convention=said.convention.name, messages=told.prompt, answers=told.answers,
-        tools=told.tools,
+        call=_call(llm_call, 0, None), convention=llm_call.convention.name, messages=messages.prompt,
+        answers=messages.answers, tools=messages.tools,
     )  # fmt: skip
 
 
-def _diagnosis(said: ConventionCall) -> ConventionDiagnosis:
-    span, convention, answer = said
+def _diagnosis(llm_call: ConventionCall) -> ConventionDiagnosis:
+    span, convention, answer = llm_call
     has = {
         "messages": answer.has_messages,
         "prompt token ids": bool(answer.prompt_ids),
@@ -327,9 +339,9 @@ def _diagnosis(said: ConventionCall) -> ConventionDiagnosis:
         span_id=span.span_id,
         name=span.name,
         convention=convention.name,
-        model=said.model,
-        told=tuple(what for what, there in has.items() if there),
-        missing=tuple(what for what, there in has.items() if not there and what != "messages"),
+        model=llm_call.model,
+        told=tuple(part for part, there in has.items() if there),
+        missing=tuple(part for part, there in has.items() if not there and part != "messages"),
         advice=f"{USE_THE_GATEWAY}; or {convention.advice}",
-        server=said.server,
+        server=llm_call.server,
     )

@@ -62,13 +62,13 @@ def assign(strategy: Strategy, forest: Forest, rewards: Rewards) -> dict[str, Cr
 
     Raises CreditError where it names a call that is not there, or gives no finite number.
     """
-    given = strategy(forest, rewards)
-    if unknown := sorted(given.keys() - forest.nodes.keys()):
+    raw_credits = strategy(forest, rewards)
+    if unknown := sorted(raw_credits.keys() - forest.nodes.keys()):
         raise CreditError(f"credit was given to call {unknown[0]!r}; the attempt's calls are {list(forest.nodes)}")
     credits: dict[str, Credit] = {}
     for call_id in forest.nodes:
-        if call_id in given:
-            credit = given[call_id]
+        if call_id in raw_credits:
+            credit = raw_credits[call_id]
             credits[call_id] = credit if isinstance(credit, Credit) else Credit(float(credit))
             for part in credits[call_id].parts():
                 if not math.isfinite(part.reward) or not math.isfinite(part.weight):
@@ -144,16 +144,18 @@ def leave_one_out(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
     have the final reward.
     """
     credits = final(forest, rewards)
-    given = {call_id: sum(named.values()) for call_id, named in rewards.of_calls.items() if call_id in forest.nodes}
+    own_rewards = {
+        call_id: sum(named.values()) for call_id, named in rewards.of_calls.items() if call_id in forest.nodes
+    }
     values: dict[Node, float] = {}
-    known: set[Node] = set()
+    rewarded: set[Node] = set()
     for call_id, node in reversed(forest.nodes.items()):  # children arrive after their parents
         after = [values[child] for child in node.children]
-        values[node] = given.get(call_id, 0.0) + (sum(after) / len(after) if after else 0.0)
-        if call_id in given or any(child in known for child in node.children):
-            known.add(node)
+        values[node] = own_rewards.get(call_id, 0.0) + (sum(after) / len(after) if after else 0.0)
+        if call_id in own_rewards or any(child in rewarded for child in node.children):
+            rewarded.add(node)
     for siblings in _same_prompt(forest):
-        if any(node in known for node in siblings):
+        if any(node in rewarded for node in siblings):
             total = sum(values[node] for node in siblings)
             for node in siblings:
                 others = (total - values[node]) / (len(siblings) - 1)
@@ -171,8 +173,8 @@ def step_groups(gamma: float, weight: float = 1.0) -> Strategy:
 
     def strategy(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
         returns = assign(return_to_go(gamma), forest, rewards)
-        given = [value for call_id in returns for value in rewards.of_calls.get(call_id, {}).values()]
-        whole = math.fsum(given) if rewards.final is None else rewards.final
+        call_rewards = [value for call_id in returns for value in rewards.of_calls.get(call_id, {}).values()]
+        whole = math.fsum(call_rewards) if rewards.final is None else rewards.final
         states = prompts(forest)
         return {
             call_id: Credit(whole, plus=Credit(step.reward, _STATE + states[call_id], weight))

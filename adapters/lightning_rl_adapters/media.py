@@ -45,7 +45,7 @@ def media_span(
 def media_of(spans: Iterable[Span]) -> dict[str, bytes]:
     """The images of an attempt by their SHA-256."""
     held = (span.attributes for span in spans if span.name == semconv.MEDIA_SPAN)
-    return {said[semconv.MEDIA_SHA256]: said[semconv.MEDIA_DATA] for said in held}
+    return {attributes[semconv.MEDIA_SHA256]: attributes[semconv.MEDIA_DATA] for attributes in held}
 
 
 def url_of(sha256: str) -> str:

@@ -72,10 +72,10 @@ def from_protobuf(body: bytes) -> ExportTraceServiceRequest:
 def from_json(body: bytes) -> ExportTraceServiceRequest:
     """The request of a JSON body, where ids are hexadecimal. Raises NotOtlp."""
     try:
-        told = msgspec.json.decode(body)  # which refuses half surrogates, as protobuf cannot
-        _hex_to_base64(told)
+        document = msgspec.json.decode(body)  # which refuses half surrogates, as protobuf cannot
+        _hex_to_base64(document)
         request: ExportTraceServiceRequest = json_format.ParseDict(
-            told, ExportTraceServiceRequest(), ignore_unknown_fields=True
+            document, ExportTraceServiceRequest(), ignore_unknown_fields=True
         )
         return request
     except (msgspec.DecodeError, ValueError, TypeError, RecursionError, json_format.ParseError) as error:
@@ -143,9 +143,9 @@ def _place(attributes: Mapping[str, Any], resource: Mapping[str, Any], own: Span
 
 
 def _wrong(wire: trace_pb2.Span) -> str | None:
-    for what, given, size in (("trace", wire.trace_id, _TRACE_BYTES), ("span", wire.span_id, _SPAN_BYTES)):
-        if len(given) != size or not any(given):
-            return f"has the {what} id {given.hex()!r}: it must be {size} bytes, not all of them zero"
+    for kind, id_bytes, size in (("trace", wire.trace_id, _TRACE_BYTES), ("span", wire.span_id, _SPAN_BYTES)):
+        if len(id_bytes) != size or not any(id_bytes):
+            return f"has the {kind} id {id_bytes.hex()!r}: it must be {size} bytes, not all of them zero"
     if max(wire.start_time_unix_nano, wire.end_time_unix_nano) > _LAST_NS:
         return "has a time that is no nanoseconds since the epoch"
     return None
@@ -159,7 +159,7 @@ def _span(
     scope: str,
     emitted: bool,
 ) -> Span:
-    said = {
+    span_attributes = {
         _kept_as(name, semconv.EMITTED_ATTRIBUTES if emitted else frozenset(), value): value
         for name, value in attributes.items()
         if name not in _NO_ATTRIBUTE
@@ -172,7 +172,7 @@ def _span(
         number=wire.start_time_unix_nano,
         start_ns=wire.start_time_unix_nano,
         end_ns=wire.end_time_unix_nano,
-        attributes=said | _more(wire, place, resource, scope),
+        attributes=span_attributes | _more(wire, place, resource, scope),
     )
 
 
@@ -202,9 +202,9 @@ def _span_id(place: SpanPlace, trace_id: bytes, span_id: bytes) -> str:
 
 def _kept_as(name: str, allowed: frozenset[str], value: Any = "") -> str:
     """The name, or that of somebody else's: of what is ours, and of a model that is no name."""
-    ours = name.startswith(_OURS) and name not in allowed
+    is_ours = name.startswith(_OURS) and name not in allowed
     model = name == semconv.RESPONSE_MODEL and not isinstance(value, str)
-    return FOREIGN + name if ours or model else name
+    return FOREIGN + name if is_ours or model else name
 
 
 def _values(attributes: Iterable[KeyValue]) -> dict[str, Any]:
@@ -220,9 +220,9 @@ def _value(value: AnyValue) -> Any:
     return None if kind is None else getattr(value, kind)
 
 
-def _hex_to_base64(told: Any) -> None:
+def _hex_to_base64(document: Any) -> None:
     """Write the ids of a request's spans and links as protobuf's JSON has bytes. Other forms are left to the parser."""
-    for of_resource in _dicts(told, "resourceSpans"):
+    for of_resource in _dicts(document, "resourceSpans"):
         for of_scope in _dicts(of_resource, "scopeSpans"):
             for span in _dicts(of_scope, "spans"):
                 for holder in (span, *_dicts(span, "links")):
@@ -231,11 +231,11 @@ def _hex_to_base64(told: Any) -> None:
                             holder[name] = _base64(name, holder[name])
 
 
-def _base64(name: str, given: str) -> str:
+def _base64(name: str, text: str) -> str:
     try:
-        return base64.b64encode(bytes.fromhex(given)).decode()
+        return base64.b64encode(bytes.fromhex(text)).decode()
     except (ValueError, binascii.Error) as error:
-        raise NotOtlp(f"{name} {given[:64]!r} is not hexadecimal") from error
+        raise NotOtlp(f"{name} {text[:64]!r} is not hexadecimal") from error
 
 
 def _dicts(holder: Any, name: str) -> list[dict[str, Any]]:

@@ -31,24 +31,26 @@ _PLAIN = (str, bool, int, float)
 
 def readable(span: Span) -> ReadableSpan:
     """The span as an exporter of OpenTelemetry takes it."""
-    said = span.attributes
+    attributes = span.attributes
     trace_id, span_id, link = _ids(span)
     return ReadableSpan(
         name=span.name,
         context=_context(trace_id, span_id),
         parent=_parent(span, trace_id),
-        resource=Resource(said[semconv.RESOURCE]) if semconv.RESOURCE in said else _RESOURCE,
+        resource=Resource(attributes[semconv.RESOURCE]) if semconv.RESOURCE in attributes else _RESOURCE,
         attributes=_attributes(span),
         events=[
             Event(event["name"], attributes=event["attributes"], timestamp=event["time_ns"])
-            for event in said.get(semconv.EVENTS, ())
+            for event in attributes.get(semconv.EVENTS, ())
         ],
         links=[] if link is None else [Link(link)],
         kind=kind_of(span),
         status=status_of(span),
         start_time=span.start_ns,
         end_time=span.end_ns,
-        instrumentation_scope=InstrumentationScope(str(said[semconv.SCOPE])) if semconv.SCOPE in said else _SCOPE,
+        instrumentation_scope=InstrumentationScope(str(attributes[semconv.SCOPE]))
+        if semconv.SCOPE in attributes
+        else _SCOPE,
     )
 
 
@@ -103,14 +105,14 @@ def _context(trace_id: int, span_id: int) -> SpanContext:
 
 
 def _attributes(span: Span) -> dict[str, Any]:
-    ours = span.name == semconv.CALL_SPAN
-    said = {
-        name: value if _is_plain(value) or not ours else msgspec.json.encode(value).decode()
+    is_call = span.name == semconv.CALL_SPAN
+    attributes = {
+        name: value if _is_plain(value) or not is_call else msgspec.json.encode(value).decode()
         for name, value in span.attributes.items()
         if value is not None and name not in FIELDS and name not in _LEFT_OUT
     }
-    whose = {semconv.ROLLOUT_ID: span.rollout_id, semconv.ATTEMPT_ID: span.attempt_id}
-    return said | whose | ({semconv.CALL_ID: span.span_id} if ours else {})
+    ids = {semconv.ROLLOUT_ID: span.rollout_id, semconv.ATTEMPT_ID: span.attempt_id}
+    return attributes | ids | ({semconv.CALL_ID: span.span_id} if is_call else {})
 
 
 def _is_plain(value: Any) -> bool:

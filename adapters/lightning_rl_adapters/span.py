@@ -111,8 +111,8 @@ def pack(span: Span) -> Packed:
     attributes: dict[int | str, Any] = {_NUMBERS.get(name, name): value for name, value in span.attributes.items()}
     if _TOOLS in attributes:
         tools = attributes.pop(_TOOLS)
-        known = isinstance(tools, str)  # others' spans may have anything of that name
-        attributes[_TOOLS if known else semconv.TOOL_SCHEMAS] = _compressed(tools) if known else tools
+        is_text = isinstance(tools, str)  # others' spans may have anything of that name
+        attributes[_TOOLS if is_text else semconv.TOOL_SCHEMAS] = _compressed(tools) if is_text else tools
     record = msgspec.msgpack.encode(
         _Stored(
             span.span_id, span.rollout_id, span.attempt_id, span.name, span.number, span.start_ns, span.end_ns,
@@ -126,8 +126,8 @@ def packed(record: bytes) -> Packed:
     """What `pack` made a record of; also of those of earlier releases."""
     if record[0] & 0xF0 != _ARRAY:
         return pack(unpack(record))
-    found = _STORED.decode(record)
-    return Packed(found.span_id, found.rollout_id, found.attempt_id, found.number, record)
+    stored = _STORED.decode(record)
+    return Packed(stored.span_id, stored.rollout_id, stored.attempt_id, stored.number, record)
 
 
 def name_of(record: bytes) -> str:
@@ -137,38 +137,38 @@ def name_of(record: bytes) -> str:
 
 def image_apart(record: bytes) -> ImageApart | None:
     """An image's span without the image's bytes; None for any other record."""
-    found = _image_span(record)
-    if found is None:
+    stored = _image_span(record)
+    if stored is None:
         return None
-    data, sha256 = (msgspec.msgpack.decode(found.attributes.get(name, _NIL)) for name in (_IMAGE, _SHA256))
+    data, sha256 = (msgspec.msgpack.decode(stored.attributes.get(name, _NIL)) for name in (_IMAGE, _SHA256))
     if not isinstance(data, bytes) or not isinstance(sha256, str):
         return None  # somebody else's, of the same name
-    found.attributes[_APART] = found.attributes[_SHA256]
-    del found.attributes[_IMAGE]
-    return ImageApart(msgspec.msgpack.encode(found), sha256, data)
+    stored.attributes[_APART] = stored.attributes[_SHA256]
+    del stored.attributes[_IMAGE]
+    return ImageApart(msgspec.msgpack.encode(stored), sha256, data)
 
 
 def image_of(record: bytes) -> str | None:
     """The SHA-256 of the image whose bytes `image_apart` took out of a record; None for any other record."""
-    found = _image_span(record)
-    if found is None or _APART not in found.attributes:
+    stored = _image_span(record)
+    if stored is None or _APART not in stored.attributes:
         return None
-    return msgspec.msgpack.decode(found.attributes[_APART], type=str)
+    return msgspec.msgpack.decode(stored.attributes[_APART], type=str)
 
 
 def with_image(record: bytes, data: bytes) -> bytes:
     """The record that `image_apart` took `data` out of."""
-    found = _STORED.decode(record)
-    del found.attributes[_APART]
-    found.attributes[_IMAGE] = msgspec.Raw(msgspec.msgpack.encode(data))
-    return msgspec.msgpack.encode(found)
+    stored = _STORED.decode(record)
+    del stored.attributes[_APART]
+    stored.attributes[_IMAGE] = msgspec.Raw(msgspec.msgpack.encode(data))
+    return msgspec.msgpack.encode(stored)
 
 
 def _image_span(record: bytes) -> _Unread | None:
     if record[0] & 0xF0 != _ARRAY or _IMAGE_NAME not in record:  # most are calls, which are not unpacked for this
         return None
-    found = _STORED.decode(record)
-    return found if found.name == semconv.MEDIA_SPAN else None
+    stored = _STORED.decode(record)
+    return stored if stored.name == semconv.MEDIA_SPAN else None
 
 
 def unpack(record: bytes) -> Span:
@@ -180,15 +180,15 @@ def unpacked(record: bytes) -> bytes:
     """The MessagePack of the `Span` that a store keeps as `record`; earlier releases kept just that."""
     if record[0] & 0xF0 != _ARRAY:
         return record
-    found = _STORED.decode(record)
-    fields: dict[str, Any] = {name: getattr(found, name) for name in Span.__struct_fields__}
+    stored = _STORED.decode(record)
+    fields: dict[str, Any] = {name: getattr(stored, name) for name in Span.__struct_fields__}
     attributes: dict[str, Any] = {
         _NUMBERED[name] if isinstance(name, int) else name: value
-        for name, value in found.attributes.items()
+        for name, value in stored.attributes.items()
         if name != _APART
     }
-    if _TOOLS in found.attributes:
-        attributes[semconv.TOOL_SCHEMAS] = _decompressed(msgspec.msgpack.decode(found.attributes[_TOOLS]))
+    if _TOOLS in stored.attributes:
+        attributes[semconv.TOOL_SCHEMAS] = _decompressed(msgspec.msgpack.decode(stored.attributes[_TOOLS]))
     fields["attributes"] = attributes
     return msgspec.msgpack.encode(fields)
 

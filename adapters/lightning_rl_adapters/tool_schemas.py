@@ -30,4 +30,4 @@ def tools_span(rollout_id: str, attempt_id: str, digest: str, tools: list[dict[s
 def tools_of(spans: Iterable[Span]) -> dict[str, list[dict[str, Any]]]:
     """The tools of an attempt's calls by their digest; spans of earlier releases have none."""
     held = (span.attributes for span in spans if span.name == semconv.TOOLS_SPAN)
-    return {said[semconv.TOOLS]: msgspec.json.decode(said[semconv.TOOL_SCHEMAS]) for said in held}
+    return {attributes[semconv.TOOLS]: msgspec.json.decode(attributes[semconv.TOOL_SCHEMAS]) for attributes in held}

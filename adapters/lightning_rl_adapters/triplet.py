@@ -68,9 +68,9 @@ def prompt_ids(node: Node) -> list[int]:
 
 def media(node: Node) -> list[Placed]:
     """The images of that whole prompt, where they stand in it."""
-    found: list[Placed] = []
+    images: list[Placed] = []
     length = 0
     for step in node.path():
-        found += [image.moved(length) for image in step.call.media]
+        images += [image.moved(length) for image in step.call.media]
         length += len(step.call.prompt_ids) + len(step.call.response_ids)
-    return found
+    return images

@@ -73,28 +73,28 @@ class ConventionCall(NamedTuple):
     @property
     def model(self) -> str:
         """The model that answered, or that was asked for."""
-        said = self.span.attributes
-        named = (semconv.RESPONSE_MODEL, "llm.model_name", semconv.REQUEST_MODEL, *ending(said, ".model"))
-        return str(first(said, *named) or self.answer.model or "unknown")
+        attributes = self.span.attributes
+        named = (semconv.RESPONSE_MODEL, "llm.model_name", semconv.REQUEST_MODEL, *ending(attributes, ".model"))
+        return str(first(attributes, *named) or self.answer.model or "unknown")
 
     @property
     def temperature(self) -> float | None:
         """As the agent asked; None where it did not say."""
-        said = self.span.attributes
-        asked = first(said, semconv.REQUEST_TEMPERATURE, *ending(said, ".temperature"))
-        asked = _object(said.get("llm.invocation_parameters")).get("temperature", asked)
-        numeric = isinstance(asked, int | float) and not isinstance(asked, bool) and math.isfinite(asked)
-        return float(asked) if numeric and asked >= 0 else None
+        attributes = self.span.attributes
+        value = first(attributes, semconv.REQUEST_TEMPERATURE, *ending(attributes, ".temperature"))
+        value = _object(attributes.get("llm.invocation_parameters")).get("temperature", value)
+        numeric = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return float(value) if numeric and value >= 0 else None
 
     @property
     def server(self) -> str | None:
         """Where the agent called, as far as the span says."""
-        said = self.span.attributes
-        whole = _text(first(said, "gen_ai.openai.api_base", "gen_ai.request.base_url"))
-        if whole is not None or "server.address" not in said:
+        attributes = self.span.attributes
+        whole = _text(first(attributes, "gen_ai.openai.api_base", "gen_ai.request.base_url"))
+        if whole is not None or "server.address" not in attributes:
             return whole
-        port = said.get("server.port")
-        return f"{said['server.address']}{'' if port is None else f':{port}'}"
+        port = attributes.get("server.port")
+        return f"{attributes['server.address']}{'' if port is None else f':{port}'}"
 
 
 def call_of(span: Span) -> ConventionCall | None:
@@ -108,36 +108,39 @@ def call_of(span: Span) -> ConventionCall | None:
 # The conventions, the most telling first: a span that has several is read by the first.
 
 
-def _agent_lightning(said: Mapping[str, Any]) -> ConventionAnswer:
+def _agent_lightning(attributes: Mapping[str, Any]) -> ConventionAnswer:
     """Token ids in attributes of their own, as Agent-lightning's instrumentation of AgentOps writes them."""
-    logprobs = _logprobs({"content": from_json(said.get("logprobs.content"))})
-    choice = ConventionChoice(_ids(said.get("response_token_ids")), logprobs, _finish_reason(said, 0))
+    logprobs = _logprobs({"content": from_json(attributes.get("logprobs.content"))})
+    choice = ConventionChoice(_ids(attributes.get("response_token_ids")), logprobs, _finish_reason(attributes, 0))
     return ConventionAnswer(
-        _text(said.get(semconv.RESPONSE_ID)), _ids(said.get("prompt_token_ids")), [choice], _has_messages(said)
+        _text(attributes.get(semconv.RESPONSE_ID)),
+        _ids(attributes.get("prompt_token_ids")),
+        [choice],
+        _has_messages(attributes),
     )
 
 
-def _openinference(said: Mapping[str, Any]) -> ConventionAnswer:
+def _openinference(attributes: Mapping[str, Any]) -> ConventionAnswer:
     """The answer is there as it came, in JSON: with token ids, where the engine was asked for them."""
-    return _of_answer(_object(said.get("output.value")), has_messages=_has_messages(said))
+    return _of_answer(_object(attributes.get("output.value")), has_messages=_has_messages(attributes))
 
 
-def _litellm(said: Mapping[str, Any]) -> ConventionAnswer:
+def _litellm(attributes: Mapping[str, Any]) -> ConventionAnswer:
     """Each field of the answer is an attribute, as Python writes it; other libraries took up the names of the ids."""
-    fields = {name: from_literal(first(said, *ending(said, f".{name}"))) for name in (*_IDS, "choices")}
-    fields["id"] = first(said, semconv.RESPONSE_ID, *ending(said, ".id"))
-    return _of_answer(fields, has_messages=_has_messages(said) or bool(ending(said, ".messages")))
+    fields = {name: from_literal(first(attributes, *ending(attributes, f".{name}"))) for name in (*_IDS, "choices")}
+    fields["id"] = first(attributes, semconv.RESPONSE_ID, *ending(attributes, ".id"))
+    return _of_answer(fields, has_messages=_has_messages(attributes) or bool(ending(attributes, ".messages")))
 
 
-def _traceloop(said: Mapping[str, Any]) -> ConventionAnswer:
+def _traceloop(attributes: Mapping[str, Any]) -> ConventionAnswer:
     """What a function under traceloop's `@task` returned: an answer as it came, where it returned the client's."""
-    return _of_answer(_object(said.get(_ENTITY)), has_messages=_has_messages(said))
+    return _of_answer(_object(attributes.get(_ENTITY)), has_messages=_has_messages(attributes))
 
 
-def _gen_ai(said: Mapping[str, Any]) -> ConventionAnswer:
+def _gen_ai(attributes: Mapping[str, Any]) -> ConventionAnswer:
     """Messages, numbered, as JSON or in events. Neither convention has a name for token ids: they stand beside an
     answer's message, as vLLM and litellm name them, or in litellm's attributes."""
-    whole = with_details(said)
+    whole = with_details(attributes)
     fields = {name: from_literal(first(whole, *ending(whole, f".{name}"))) for name in _IDS}
     answers = raw_answers(whole)
     choices = [{"finish_reason": _finish_reason(whole, place), **answer} for place, answer in enumerate(answers)]
@@ -149,8 +152,12 @@ def _gen_ai(said: Mapping[str, Any]) -> ConventionAnswer:
 
 def _of_answer(answer: Mapping[str, Any], *, has_messages: bool) -> ConventionAnswer:
     """An answer of Chat Completions or Completions in vLLM's words; litellm moves those of a choice one level down."""
-    told = answer.get("choices")
-    choices = [_with_provider_fields(each) for each in told if isinstance(each, dict)] if isinstance(told, list) else []
+    raw_choices = answer.get("choices")
+    choices = (
+        [_with_provider_fields(each) for each in raw_choices if isinstance(each, dict)]
+        if isinstance(raw_choices, list)
+        else []
+    )
     older = answer.get("response_token_ids")  # a list per choice, of vLLM as Agent-lightning patched it; or one list
     by_choice = [older] if _ids(older) else older if isinstance(older, list) else []
     choices = choices or [{} for _ in by_choice]
@@ -191,9 +198,9 @@ def _is_litellm(span: Span) -> bool:
 
 
 def _is_gen_ai(span: Span) -> bool:
-    said = span.attributes
-    return said.get(semconv.OPERATION) in _OPERATIONS and (
-        semconv.REQUEST_MODEL in said or semconv.RESPONSE_MODEL in said
+    attributes = span.attributes
+    return attributes.get(semconv.OPERATION) in _OPERATIONS and (
+        semconv.REQUEST_MODEL in attributes or semconv.RESPONSE_MODEL in attributes
     )
 
 
@@ -221,13 +228,17 @@ CONVENTIONS = (
 )
 
 
-def _has_messages(said: Mapping[str, Any]) -> bool:
+def _has_messages(attributes: Mapping[str, Any]) -> bool:
     numbered = ("llm.input_messages.", "gen_ai.prompt.", "llm.prompts.")
-    return semconv.INPUT_MESSAGES in said or "input.value" in said or any(name.startswith(numbered) for name in said)
+    return (
+        semconv.INPUT_MESSAGES in attributes
+        or "input.value" in attributes
+        or any(name.startswith(numbered) for name in attributes)
+    )
 
 
-def _finish_reason(said: Mapping[str, Any], place: int) -> str:
-    reasons = said.get(semconv.FINISH_REASONS)
+def _finish_reason(attributes: Mapping[str, Any], place: int) -> str:
+    reasons = attributes.get(semconv.FINISH_REASONS)
     return str(reasons[place]) if isinstance(reasons, list) and place < len(reasons) else "stop"
 
 
@@ -246,18 +257,18 @@ def _ids(value: Any) -> list[int] | None:
 def _logprobs(value: Any) -> list[float] | None:
     """Of Chat Completions (`content`) or Completions (`token_logprobs`), or a list of them, one a token."""
     value = from_json(value)
-    found = value
+    entries = value
     if isinstance(value, dict):
-        found = value["content"] if isinstance(value.get("content"), list) else value.get("token_logprobs")
-    if not isinstance(found, list) or not found:
+        entries = value["content"] if isinstance(value.get("content"), list) else value.get("token_logprobs")
+    if not isinstance(entries, list) or not entries:
         return None
-    found = [each.get("logprob") if isinstance(each, dict) else each for each in found]
-    numbers = [float(each) for each in found if isinstance(each, int | float) and math.isfinite(each)]
-    return numbers if len(numbers) == len(found) else None
+    entries = [each.get("logprob") if isinstance(each, dict) else each for each in entries]
+    numbers = [float(each) for each in entries if isinstance(each, int | float) and math.isfinite(each)]
+    return numbers if len(numbers) == len(entries) else None
 
 
 def _object(value: Any) -> dict[str, Any]:
     """A JSON object, also one that was written as JSON twice; an empty one for anything else."""
-    told = from_json(value)
-    told = from_json(told) if isinstance(told, str) else told
-    return told if isinstance(told, dict) else {}
+    json_value = from_json(value)
+    json_value = from_json(json_value) if isinstance(json_value, str) else json_value
+    return json_value if isinstance(json_value, dict) else {}

@@ -88,16 +88,16 @@ def from_literal(value: Any) -> Any:
         return from_json(value) or value
 
 
-def _listed(said: Mapping[str, Any], name: str, numbered: Sequence[str]) -> list[dict[str, Any]]:
+def _listed(attributes: Mapping[str, Any], name: str, numbered: Sequence[str]) -> list[dict[str, Any]]:
     """The objects of an attribute that holds a list, else of attributes that are numbered."""
-    whole = _dicts(from_json(said.get(name)))
-    return whole or next((found for prefix in numbered if (found := _numbered(said, prefix))), [])
+    whole = _dicts(from_json(attributes.get(name)))
+    return whole or next((objects for prefix in numbered if (objects := _numbered(attributes, prefix))), [])
 
 
-def _numbered(said: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
+def _numbered(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
     """`PREFIX0.role`, `PREFIX0.tool_calls.0.name`, ... as objects, in order of their numbers."""
     tree: dict[str, Any] = {}
-    for name, value in said.items():
+    for name, value in attributes.items():
         if name.startswith(prefix):
             *path, last = name.removeprefix(prefix).split(".")
             inner = tree
@@ -115,27 +115,27 @@ def _in_order(tree: Mapping[str, Any]) -> list[Any]:
     return [tree[number] for number in sorted((key for key in tree if key.isdecimal()), key=int)]
 
 
-def _instructions(said: Mapping[str, Any]) -> list[dict[str, Any]]:
-    parts = _dicts(from_json(said.get(semconv.SYSTEM_INSTRUCTIONS)))
+def _instructions(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
+    parts = _dicts(from_json(attributes.get(semconv.SYSTEM_INSTRUCTIONS)))
     return [{"role": "system", "parts": parts}] if parts else []
 
 
-def _events(said: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    for event in _dicts(said.get(semconv.EVENTS)):
-        attributes = event.get("attributes")
-        yield event.get("name"), attributes if isinstance(attributes, dict) else {}
+def _events(attributes: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    for event in _dicts(attributes.get(semconv.EVENTS)):
+        event_attributes = event.get("attributes")
+        yield event.get("name"), event_attributes if isinstance(event_attributes, dict) else {}
 
 
-def _asked_in_events(said: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for name, of in _events(said):
+def _asked_in_events(attributes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for name, of in _events(attributes):
         if name in _EVENT_ROLES:
             yield {"role": _EVENT_ROLES[name], **of}
         elif name == "gen_ai.content.prompt":
             yield from _dicts(from_json(of.get("gen_ai.prompt")))
 
 
-def _answered_in_events(said: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for name, of in _events(said):
+def _answered_in_events(attributes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    for name, of in _events(attributes):
         if name == "gen_ai.choice":
             message = from_json(of.get("message"))
             yield {**(message if isinstance(message, dict) else {}), **of}
@@ -143,8 +143,8 @@ def _answered_in_events(said: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _dicts(from_json(of.get("gen_ai.completion")))
 
 
-def _of_litellm(said: Mapping[str, Any], end: str) -> list[dict[str, Any]]:
-    return _dicts(from_literal(first(said, *ending(said, end))))
+def _of_litellm(attributes: Mapping[str, Any], end: str) -> list[dict[str, Any]]:
+    return _dicts(from_literal(first(attributes, *ending(attributes, end))))
 
 
 def _chat(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -157,15 +157,15 @@ def _chat(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         result = part.get("response", part.get("result"))
         yield {"role": "tool", "tool_call_id": str(part.get("id") or ""), "content": _text(result)}
     calls = [part for part in parts if part.get("type") == "tool_call"] or _dicts(from_json(message.get("tool_calls")))
-    said: dict[str, Any] = {"role": role, "content": _content(message, parts)}
+    chat_message: dict[str, Any] = {"role": role, "content": _content(message, parts)}
     if reasoning := _joined(parts, "reasoning") or message.get("reasoning_content"):
-        said["reasoning_content"] = reasoning
+        chat_message["reasoning_content"] = reasoning
     if calls:
-        said["tool_calls"] = [_tool_call(call) for call in calls]
+        chat_message["tool_calls"] = [_tool_call(call) for call in calls]
     if role == "tool" and message.get("tool_call_id", message.get("id")):
-        said["tool_call_id"] = str(message.get("tool_call_id", message.get("id")))
-    if said.keys() > {"role", "content"} or said["content"] is not None or not responses:
-        yield said
+        chat_message["tool_call_id"] = str(message.get("tool_call_id", message.get("id")))
+    if chat_message.keys() > {"role", "content"} or chat_message["content"] is not None or not responses:
+        yield chat_message
 
 
 def _content(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> Any:
@@ -173,8 +173,8 @@ def _content(message: Mapping[str, Any], parts: Sequence[Mapping[str, Any]]) -> 
         return _joined(parts, "text") or None
     contents = message.get("contents")  # OpenInference's, of a message of several parts
     if isinstance(contents, dict):
-        told = [each.get("message_content") for each in _in_order(contents) if isinstance(each, dict)]
-        return "".join(_text(each.get("text") or "") for each in _dicts(told))
+        inner_parts = [each.get("message_content") for each in _in_order(contents) if isinstance(each, dict)]
+        return "".join(_text(each.get("text") or "") for each in _dicts(inner_parts))
     return message.get("content")
 
 
@@ -200,9 +200,9 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
     function = schema.get("function", schema)
     if not isinstance(function, dict) or not function.get("name"):
         return None
-    said = {name: function[name] for name in ("name", "description") if function.get(name)}
+    about = {name: function[name] for name in ("name", "description") if function.get(name)}
     parameters = from_json(function.get("parameters"))
-    return {"type": "function", "function": said | ({"parameters": parameters} if parameters else {})}
+    return {"type": "function", "function": about | ({"parameters": parameters} if parameters else {})}
 
 
 def _text(value: Any) -> str:
