@@ -74,21 +74,21 @@ def recorded(connection: sa.Connection, *, in_file: bool) -> RecordedCalls | Non
     """What was counted; None where it was not yet, or, in a file, where somebody has taken spans out."""
     if connection.execute(_MARK).scalar() is None:
         return None
-    found = _together(connection.execute(_ROWS).scalars())
-    if in_file and connection.execute(sa.select(sa.func.count()).select_from(schema.spans)).scalar() != found.spans:
+    calls = _together(connection.execute(_ROWS).scalars())
+    if in_file and connection.execute(sa.select(sa.func.count()).select_from(schema.spans)).scalar() != calls.spans:
         return None
-    return found
+    return calls
 
 
 def count_anew(database: Database, connection: sa.Connection) -> RecordedCalls:
     """Read all spans, a batch at a time, and keep what they come to; nobody adds any meanwhile."""
     database.hold_name(connection, _COUNTED)  # or a row that is merged meanwhile would stay beside its sum
     database.hold_table(connection, schema.spans)
-    found = _of_records(connection.execute(_RECORDS).scalars())
+    calls = _of_records(connection.execute(_RECORDS).scalars())
     connection.execute(sa.delete(schema.call_counts))
-    _insert(connection, found)
+    _insert(connection, calls)
     connection.execute(database.replace(schema.meta, _COUNTED, "1"))
-    return found
+    return calls
 
 
 def merge(database: Database, connection: sa.Connection) -> None:

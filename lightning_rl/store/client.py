@@ -162,8 +162,8 @@ class HttpStore:
         """The rollouts that were given rewards after this position, late ones too, and the position now; with None no
         rollouts."""
         query = "" if after is None else f"?after={after}"
-        found = self._call("GET", f"/rollouts/rewarded{query}", None, RewardedAnswer)
-        return found.rollout_ids, found.position
+        answer = self._call("GET", f"/rollouts/rewarded{query}", None, RewardedAnswer)
+        return answer.rollout_ids, answer.position
 
     def cancel(self, rollout_id: str) -> Rollout:
         """End the rollout as cancelled; one that has ended stays as it is."""
@@ -265,11 +265,11 @@ class HttpStore:
 
     def traces(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTrace]:
         """Everything recorded in these rollouts, all attempts; unknown ids are left out."""
-        found: dict[str, RolloutTrace] = {}
+        by_id: dict[str, RolloutTrace] = {}
         for start in range(0, len(rollout_ids), TRACES_AT_ONCE):
             body = {"rollout_ids": rollout_ids[start : start + TRACES_AT_ONCE]}
-            found |= self._call("POST", "/rollouts/spans", body, TracesAnswer).rollouts
-        return found
+            by_id |= self._call("POST", "/rollouts/spans", body, TracesAnswer).rollouts
+        return by_id
 
     def publish(self, resources: Mapping[str, Mapping[str, Any]], resources_id: str | None = None) -> Resources:
         """Publish resources by name; they are the latest from now on."""
@@ -345,8 +345,8 @@ class HttpStore:
 
     def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
         """What engines handed over for the attempts at these rollouts, by attempt id, as far as gateways remember."""
-        asked = {"rollout_ids": list(rollout_ids)}
-        return self._call("POST", "/state/tokens", asked, dict[str, dict[str, AttemptTokens]])["attempts"]
+        body = {"rollout_ids": list(rollout_ids)}
+        return self._call("POST", "/state/tokens", body, dict[str, dict[str, AttemptTokens]])["attempts"]
 
     # Runs
 

@@ -37,12 +37,12 @@ def insert_spans(database: Database, connection: sa.Connection, rows: Iterable[d
 def whole(connection: sa.Connection, records: Sequence[bytes]) -> list[bytes]:
     """Records of spans with the bytes of their images in them."""
     lacking = {number: sha256 for number, record in enumerate(records) if (sha256 := image_of(record)) is not None}
-    found: dict[str, bytes] = {}
+    images: dict[str, bytes] = {}
     wanted = sorted(set(lacking.values()))
     for first in range(0, len(wanted), _AT_ONCE):
         of_some = schema.contents.c.sha256.in_(wanted[first : first + _AT_ONCE])
-        found |= dict(map(tuple, connection.execute(sa.select(schema.contents).where(of_some))))
+        images |= dict(map(tuple, connection.execute(sa.select(schema.contents).where(of_some))))
     return [
-        with_image(record, data) if (data := found.get(lacking.get(number, ""))) is not None else record
+        with_image(record, data) if (data := images.get(lacking.get(number, ""))) is not None else record
         for number, record in enumerate(records)
     ]

@@ -32,20 +32,21 @@ def copy_run(stores: Sequence[HttpStore], run_id: str | None, file: Path) -> Non
 
     Raises what the stores' calls raise.
     """
-    known: set[str] = set()
+    copied_ids: set[str] = set()
     with closing(open_database(f"sqlite:///{file}")) as database:
         for store, of_run in zip(stores, _of_run(stores, run_id), strict=True):
             while ids := list(itertools.islice(of_run, _TRACES)):
-                found = store.traces(ids)
-                traces = [found[rollout_id] for rollout_id in ids if rollout_id in found]
+                by_id = store.traces(ids)
+                traces = [by_id[rollout_id] for rollout_id in ids if rollout_id in by_id]
                 ids_of_resources = {trace.rollout.resources_id for trace in traces}
-                named = sorted({each for each in ids_of_resources if each is not None} - known)
+                named = sorted({each for each in ids_of_resources if each is not None} - copied_ids)
                 resources = [store.resources(resources_id) for resources_id in named]
                 # Each server counts its own versions.
                 numbered = [
-                    (each.version if len(stores) == 1 else len(known) + 1 + i, each) for i, each in enumerate(resources)
+                    (each.version if len(stores) == 1 else len(copied_ids) + 1 + i, each)
+                    for i, each in enumerate(resources)
                 ]
-                known.update(named)
+                copied_ids.update(named)
                 database.write(partial(_write, database, traces, numbered))
 
 

@@ -197,8 +197,8 @@ class Sqlite:
             there = connection.exec_driver_sql(
                 f"SELECT {key} FROM {table.name} WHERE {key} IN ({', '.join('?' * len(keys))})", keys
             )
-            known = set(there.scalars())
-            new += [each for each in keys if each not in known]
+            existing_keys = set(there.scalars())
+            new += [each for each in keys if each not in existing_keys]
             connection.exec_driver_sql(
                 f"INSERT INTO {table.name} ({', '.join(part[0])}) VALUES {', '.join([row] * len(part))} "
                 "ON CONFLICT DO NOTHING",
@@ -227,9 +227,9 @@ class Sqlite:
         if not self._opened or now == self._opened:
             return
         file = f"{self._file}-wal" if now[0] == self._opened[0] else self._file
-        what = "deleted" if now[0] is None or file != self._file else "exchanged for another file"
+        change = "deleted" if now[0] is None or file != self._file else "exchanged for another file"
         raise StoreUnwritable(
-            f"the store {self._file} is not the one that this server opened: {file} was {what}; nothing more is "
+            f"the store {self._file} is not the one that this server opened: {file} was {change}; nothing more is "
             "stored. Put the file back, or stop the server and start it again: calls that were not stored yet wait in "
             "its journal"
         )
@@ -254,10 +254,10 @@ class Sqlite:
 def _identity(file: str) -> tuple[int, int] | None:
     """The device and inode of a file; None where there is none."""
     try:
-        found = os.stat(file)
+        stat = os.stat(file)
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return stat.st_dev, stat.st_ino
 
 
 def _configure(driver_connection: Any, _record: object) -> None:
@@ -391,29 +391,29 @@ class Postgres:
         return error.connection_invalidated and not committing and tried == 1
 
     def _refusal(self, error: sa.exc.DBAPIError, *, committing: bool) -> Exception:
-        said = _said(error)
+        text = _said(error)
         if isinstance(error, sa.exc.DataError):
-            return Invalid(f"the store {self.place} cannot hold this ({said}): change it")
+            return Invalid(f"the store {self.place} cannot hold this ({text}): change it")
         if error.connection_invalidated and committing:
             return StoreUnwritable(
-                f"the store {self.place} was lost while it wrote ({said}); whether it did is not known: ask again with "
+                f"the store {self.place} was lost while it wrote ({text}); whether it did is not known: ask again with "
                 "the same ids, which does no harm"
             )
         if _state(error) in self._GONE:
             return StoreUnwritable(
-                f"the store {self.place} cannot be used ({said}): {self.remedy}; where it was used before, put its "
+                f"the store {self.place} cannot be used ({text}): {self.remedy}; where it was used before, put its "
                 "tables back, or start the server again with new ones; what was recorded waits in the journal"
             )
         if _state(error) == self._LOCKED:
             return _held(self.place, error)
         if isinstance(error, sa.exc.OperationalError) and _state(error) is None:
             return StoreUnwritable(
-                f"the store {self.place} cannot be reached ({said}): start PostgreSQL, or correct the URL; what was "
+                f"the store {self.place} cannot be reached ({text}): start PostgreSQL, or correct the URL; what was "
                 "recorded waits in the journal"
             )
         if isinstance(error, sa.exc.OperationalError) or _state(error) == self._READ_ONLY:
             return StoreUnwritable(
-                f"the store {self.place} cannot be written ({said}): see that PostgreSQL runs, has room and is not "
+                f"the store {self.place} cannot be written ({text}): see that PostgreSQL runs, has room and is not "
                 "read-only; what was recorded waits in the journal"
             )
         return error

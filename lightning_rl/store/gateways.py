@@ -43,18 +43,18 @@ class Gateways:
 
         def work(connection: sa.Connection) -> list[GatewayInfo]:
             now = self._clock()
-            told = {
+            values = {
                 "url": info.url,
                 "open_attempts": info.open_attempts,
                 "calls_in_flight": info.calls_in_flight,
                 "has_left": False,
                 "lease_expires_at": now + lease_seconds,
             }
-            renewed = sa.update(schema.gateways).where(_GATEWAYS.gateway_id == info.gateway_id).values(told)
+            renewed = sa.update(schema.gateways).where(_GATEWAYS.gateway_id == info.gateway_id).values(values)
             if not connection.execute(renewed).rowcount:
-                connection.execute(sa.insert(schema.gateways).values(gateway_id=info.gateway_id, **told))
-            gone = sa.and_(_GATEWAYS.lease_expires_at + APART_SECONDS < now, _HAS == 0)
-            connection.execute(sa.delete(schema.gateways).where(gone))
+                connection.execute(sa.insert(schema.gateways).values(gateway_id=info.gateway_id, **values))
+            expired = sa.and_(_GATEWAYS.lease_expires_at + APART_SECONDS < now, _HAS == 0)
+            connection.execute(sa.delete(schema.gateways).where(expired))
             return [other for other in _live(connection, now) if other.gateway_id != info.gateway_id]
 
         return self._database.write(work)
@@ -101,19 +101,19 @@ class Gateways:
 
     def abandoned(self) -> list[Overdue]:
         """The running attempts whose owner is gone and has not left, so that the store may lack calls of them."""
-        gone = self._clock() > _LEASE + APART_SECONDS
-        found = self._database.read(lambda connection: connection.execute(_OWNED.where(gone, sa.not_(_LEFT))).all())
-        return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why="server") for row in found]
+        expired = self._clock() > _LEASE + APART_SECONDS
+        rows = self._database.read(lambda connection: connection.execute(_OWNED.where(expired, sa.not_(_LEFT))).all())
+        return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why="server") for row in rows]
 
     def may_end(self, gateway_id: str, attempt_ids: Sequence[str], *, of_gone: bool = True) -> set[str]:
         """Those of the attempts that this gateway has, and with `of_gone` those whose owner is gone: the store has all
         records of these, or soon will."""
-        whose = _PLACEMENTS.gateway_id == gateway_id
+        owner_condition = _PLACEMENTS.gateway_id == gateway_id
         if of_gone:
-            whose |= self._clock() > _LEASE + APART_SECONDS
-        ours = sa.and_(_PLACEMENTS.attempt_id.in_(attempt_ids), whose)
-        found = self._database.read(lambda connection: connection.execute(_OWNED.where(ours)).all())
-        return {row.attempt_id for row in found}
+            owner_condition |= self._clock() > _LEASE + APART_SECONDS
+        condition = sa.and_(_PLACEMENTS.attempt_id.in_(attempt_ids), owner_condition)
+        rows = self._database.read(lambda connection: connection.execute(_OWNED.where(condition)).all())
+        return {row.attempt_id for row in rows}
 
 
 def place(
@@ -143,8 +143,8 @@ def place(
 
 def urls(connection: sa.Connection, attempt_ids: Sequence[str]) -> dict[str, str]:
     """The URLs of the attempts' owners; those of which none is known are left out."""
-    found = connection.execute(_OWNED.where(_PLACEMENTS.attempt_id.in_(attempt_ids)))
-    return {row.attempt_id: row.url for row in found if row.url}
+    rows = connection.execute(_OWNED.where(_PLACEMENTS.attempt_id.in_(attempt_ids)))
+    return {row.attempt_id: row.url for row in rows if row.url}
 
 
 def leave(connection: sa.Connection, attempt_id: str) -> None:
@@ -153,8 +153,10 @@ def leave(connection: sa.Connection, attempt_id: str) -> None:
 
 
 def _live(connection: sa.Connection, now: float) -> list[GatewayInfo]:
-    told = [_GATEWAYS[name] for name in GatewayInfo.__struct_fields__]
-    rows = connection.execute(sa.select(*told).where(_GATEWAYS.lease_expires_at >= now).order_by(_GATEWAYS.gateway_id))
+    columns = [_GATEWAYS[name] for name in GatewayInfo.__struct_fields__]
+    rows = connection.execute(
+        sa.select(*columns).where(_GATEWAYS.lease_expires_at >= now).order_by(_GATEWAYS.gateway_id)
+    )
     return [GatewayInfo(**row._mapping) for row in rows]
 
 

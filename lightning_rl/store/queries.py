@@ -117,12 +117,12 @@ class AttemptOpening(msgspec.Struct, frozen=True, kw_only=True):
 def openings(connection: sa.Connection, places: Sequence[tuple[str, str]]) -> list[sa.Row[Any]]:
     """The rows of those of the attempts, by rollout and attempt id, that run: of their rollouts, with `gateway_id` and
     whether anything is `recorded`."""
-    asked = set(places)
+    place_set = set(places)
     return [
         row
         for ids in _chunks([rollout_id for rollout_id, _ in places])
         for row in connection.execute(_OPENINGS, {"ids": ids})
-        if row.attempt_status == "running" and (row.rollout_id, row.attempt_id) in asked
+        if row.attempt_status == "running" and (row.rollout_id, row.attempt_id) in place_set
     ]
 
 
@@ -136,12 +136,12 @@ def rollout(connection: sa.Connection, rollout_id: str) -> Rollout:
 
 def rollouts(connection: sa.Connection, rollout_ids: Sequence[str]) -> list[Rollout]:
     """The rollouts of these ids, in that order, without those that are not there."""
-    found = {
+    by_id = {
         row.rollout_id: rollout_of(row)
         for ids in _chunks(rollout_ids)
         for row in connection.execute(_ROLLOUTS_OF, {"ids": ids})
     }
-    return [found[rollout_id] for rollout_id in rollout_ids if rollout_id in found]
+    return [by_id[rollout_id] for rollout_id in rollout_ids if rollout_id in by_id]
 
 
 def ended(connection: sa.Connection, rollout_ids: Sequence[str]) -> list[Rollout]:
@@ -227,12 +227,12 @@ def check_running(row: sa.Row[Any]) -> None:
 
 def found_attempts(connection: sa.Connection, places: Sequence[tuple[str, str]]) -> list[sa.Row[Any]]:
     """The rows of those of the attempts, by rollout and attempt id, that are there; in any order."""
-    asked = set(places)
+    place_set = set(places)
     return [
         row
         for ids in _chunks([attempt_id for _, attempt_id in places])
         for row in connection.execute(_ATTEMPTS_OF, {"ids": ids})
-        if (row.rollout_id, row.attempt_id) in asked
+        if (row.rollout_id, row.attempt_id) in place_set
     ]
 
 
@@ -243,13 +243,13 @@ def attempt_rows(connection: sa.Connection, places: Sequence[tuple[str, str]]) -
         NotFound: one of them is not there.
         Invalid: one is named twice.
     """
-    found = {(row.rollout_id, row.attempt_id): row for row in found_attempts(connection, places)}
+    by_place = {(row.rollout_id, row.attempt_id): row for row in found_attempts(connection, places)}
     for (rollout_id, attempt_id), times in Counter(places).items():
-        if (rollout_id, attempt_id) not in found:
+        if (rollout_id, attempt_id) not in by_place:
             raise NotFound(f"there is no attempt {attempt_id} of rollout {rollout_id}")
         if times > 1:
             raise Invalid(f"attempt {attempt_id} of rollout {rollout_id} is there {times} times: name it once")
-    return [found[place] for place in places]
+    return [by_place[place] for place in places]
 
 
 def workers(connection: sa.Connection) -> list[WorkerInfo]:
@@ -283,11 +283,11 @@ def claimable(connection: sa.Connection, now: float, *, since: float | None = No
 
 def counts(connection: sa.Connection, first: int = 0, end: int = _BEHIND_ALL) -> dict[str, int]:
     """How many rollouts there are, by status; of the positions from `first` to before `end`."""
-    found = {
+    by_status = {
         status: connection.execute(_COUNT, {"status": status, "first": first, "end": end}).scalar_one()
         for status in ROLLOUT_TRANSITIONS
     }
-    return {status: count for status, count in found.items() if count}
+    return {status: count for status, count in by_status.items() if count}
 
 
 def first_open(connection: sa.Connection) -> int:
@@ -306,11 +306,11 @@ def attempt_rewards(connection: sa.Connection, attempt_id: str) -> list[Reward]:
 
 def rewards(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, list[Reward]]:
     """The emitted rewards by attempt, in the order they came; [] where there are none."""
-    found: dict[str, list[Reward]] = defaultdict(list)
+    by_attempt: dict[str, list[Reward]] = defaultdict(list)
     for ids in _chunks(rollout_ids):
         for row in connection.execute(_REWARDS_OF, {"ids": ids}):
-            found[row.attempt_id].append(_reward_of(row))
-    return found
+            by_attempt[row.attempt_id].append(_reward_of(row))
+    return by_attempt
 
 
 def traces(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, PackedRolloutTrace]:
@@ -334,8 +334,8 @@ def traces(connection: sa.Connection, rollout_ids: Sequence[str]) -> dict[str, P
                 )
             )
     return {
-        found.rollout_id: PackedRolloutTrace(rollout=found, attempts=attempts_of[found.rollout_id])
-        for found in rollouts(connection, rollout_ids)
+        each.rollout_id: PackedRolloutTrace(rollout=each, attempts=attempts_of[each.rollout_id])
+        for each in rollouts(connection, rollout_ids)
     }
 
 

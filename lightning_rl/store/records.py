@@ -109,7 +109,8 @@ def _error_of(row: sa.Row[Any]) -> ErrorInfo | None:
 def detailed(rollout: Rollout, attempts: list[Attempt], rewards: Mapping[str, list[Reward]]) -> RolloutDetail:
     """A rollout together with its attempts, and the rewards that were emitted in each, by its id."""
     of_calls = {
-        attempt_id: [reward for reward in given if reward.call_id is not None] for attempt_id, given in rewards.items()
+        attempt_id: [reward for reward in of_attempt if reward.call_id is not None]
+        for attempt_id, of_attempt in rewards.items()
     }
     return RolloutDetail(
         **msgspec.structs.asdict(rollout),

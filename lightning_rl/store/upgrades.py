@@ -25,8 +25,8 @@ def open_database(url: str) -> Database:
     """
     database = connect(url)
     try:
-        found = database.read(_version)
-        if found != schema.SCHEMA_VERSION:
+        version = database.read(_version)
+        if version != schema.SCHEMA_VERSION:
             database.write(lambda connection: _bring_up(database, connection))
     except sa.exc.DatabaseError as error:
         database.close()
@@ -52,16 +52,16 @@ def _version(connection: sa.Connection) -> str | None:
 
 def _bring_up(database: Database, connection: sa.Connection) -> None:
     database.hold_name(connection, _LOCK)
-    found = _version(connection)  # again: another process may have been here first
-    if found is None:
+    version = _version(connection)  # again: another process may have been here first
+    if version is None:
         _make(database, connection)
-    elif found not in schema.READABLE:
+    elif version not in schema.READABLE:
         raise ValueError(
-            f"the store {database.place} has schema version {found}, this program needs {schema.SCHEMA_VERSION} and "
+            f"the store {database.place} has schema version {version}, this program needs {schema.SCHEMA_VERSION} and "
             f"upgrades {', '.join(schema.READABLE[:-1])}: open it with the release that wrote it or a newer one, or "
             "choose another"
         )
-    elif found != schema.SCHEMA_VERSION:
+    elif version != schema.SCHEMA_VERSION:
         _upgrade(connection)
 
 

@@ -35,19 +35,19 @@ class Generations:
         write_whole(self._folder / f"{step}.jsonl", b"".join(lines))
 
     def _lines(self, step: int, trajectory: Trajectory) -> Iterator[dict[str, Any]]:
-        told = {
+        fields = {
             "gts": _ground_truth(trajectory.task),
             "score": trajectory.reward,
             "step": step,
             "request_id": trajectory.rollout_id,
         }
-        more = {name: value for name, value in trajectory.rewards.named.items() if name not in told}
+        more = {name: value for name, value in trajectory.rewards.named.items() if name not in fields}
         for row, leaf in zip(trajectory.rows, trajectory.forest.leaves(), strict=True):
             prompt = len(leaf.path()[0].call.prompt_ids)
             texts = {"input": self._text(row.token_ids[:prompt]), "output": self._text(row.token_ids[prompt:])}
-            yield texts | told | more
+            yield texts | fields | more
         if not trajectory.rows:
-            yield {"input": "", "output": ""} | told | more
+            yield {"input": "", "output": ""} | fields | more
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)

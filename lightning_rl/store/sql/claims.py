@@ -133,7 +133,9 @@ class ClaimOperations(RolloutOperations):
     def extend_leases(self, connection: sa.Connection, leases: Mapping[str, float]) -> None:
         """Let the leases of these running attempts, by id, last for so many seconds from now on."""
         now = self._clock()
-        extended = [{"renewed": attempt_id, "lease_expires_at": now + left} for attempt_id, left in leases.items()]
+        extended = [
+            {"renewed": attempt_id, "lease_expires_at": now + seconds} for attempt_id, seconds in leases.items()
+        ]
         connection.execute(_RENEW_LEASE, extended)
 
     @reads
@@ -151,16 +153,16 @@ class ClaimOperations(RolloutOperations):
         self, connection: sa.Connection, places: Sequence[tuple[str, str]]
     ) -> dict[tuple[str, str], queries.AttemptOpening]:
         """What a gateway needs to know of attempts, by rollout and attempt id; those that do not run are left out."""
-        found = {}
+        by_place = {}
         for row in queries.openings(connection, places):
             rollout = rollout_of(row)
-            found[row.rollout_id, row.attempt_id] = queries.AttemptOpening(
+            by_place[row.rollout_id, row.attempt_id] = queries.AttemptOpening(
                 rollout=rollout,
                 resources=self._resources_of(connection, rollout),
                 gateway_id=row.gateway_id,
                 recorded=row.recorded,
             )
-        return found
+        return by_place
 
     @reads
     def statuses(
@@ -278,5 +280,5 @@ class ClaimOperations(RolloutOperations):
         return Claim(rollout=rollout, attempt=attempt, resources=self._resources_of(connection, rollout))
 
     def _resources_of(self, connection: sa.Connection, rollout: Rollout) -> dict[str, dict[str, Any]]:
-        found = None if rollout.resources_id is None else self._resources(connection, rollout.resources_id)
-        return {} if found is None else found.resources
+        resources = None if rollout.resources_id is None else self._resources(connection, rollout.resources_id)
+        return {} if resources is None else resources.resources

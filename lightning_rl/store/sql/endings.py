@@ -87,8 +87,8 @@ class EndingOperations(ClaimOperations):
             Invalid: a reward is no finite number.
         """
         self._database.hold(connection, [rollout_id])
-        known = queries.attempt_rewards(connection, attempt_id)
-        named, new = _new_rewards(rollout_id, known, rewards)
+        existing_rewards = queries.attempt_rewards(connection, attempt_id)
+        named, new = _new_rewards(rollout_id, existing_rewards, rewards)
         if new:
             if late:
                 self._take_late(connection, rollout_id, attempt_id, new)
@@ -137,17 +137,17 @@ class EndingOperations(ClaimOperations):
         rows = queries.attempt_rows(connection, [(ending.rollout_id, ending.attempt_id) for ending in endings])
         rollouts = {rollout.rollout_id: rollout for rollout in queries.rollouts(connection, ids)}
         emitted = queries.rewards(connection, ids)
-        outcomes, given = [], []
+        outcomes, reward_rows = [], []
         for ending, row, lack in zip(endings, rows, lacks or [None] * len(rows), strict=True):
             _, new = _new_rewards(ending.rollout_id, emitted[row.attempt_id], ending.rewards)
             if new:
                 queries.check_running(row)
                 emitted[row.attempt_id] += new
-                given += _reward_rows(ending.rollout_id, row.attempt_id, new)
+                reward_rows += _reward_rows(ending.rollout_id, row.attempt_id, new)
             rollout, rewards = rollouts[ending.rollout_id], emitted[row.attempt_id]
             outcomes.append(self._finish(connection, rollout, row, rewards, ending.finish, lack))
-        if given:
-            connection.execute(sa.insert(schema.rewards), given)
+        if reward_rows:
+            connection.execute(sa.insert(schema.rewards), reward_rows)
         return outcomes
 
     def _finish(
@@ -202,8 +202,8 @@ class EndingOperations(ClaimOperations):
             if row.status != "running":
                 continue
             rollout = queries.rollout(connection, late.rollout_id)
-            ours = late.why != "deadline" or late.failure is not None
-            status: AttemptStatus = "lost" if ours else "failed"
+            is_lost = late.why != "deadline" or late.failure is not None
+            status: AttemptStatus = "lost" if is_lost else "failed"
             named = rewards_by_name(queries.attempt_rewards(connection, late.attempt_id), {})
             self._end(connection, rollout, row, status, _why(late, rollout, row), named)
             moved.append(late.rollout_id)
@@ -294,7 +294,7 @@ class EndingOperations(ClaimOperations):
 
 
 def _new_rewards(
-    rollout_id: str, known: Iterable[Reward], rewards: Sequence[Reward]
+    rollout_id: str, existing_rewards: Iterable[Reward], rewards: Sequence[Reward]
 ) -> tuple[list[Reward], list[Reward]]:
     """The rewards with ids, and those of them that are not known.
 
@@ -302,7 +302,7 @@ def _new_rewards(
     """
     for reward in rewards:
         check_finite(rollout_id, reward.name, reward.value)
-    there = {reward.reward_id: reward for reward in known}
+    there = {reward.reward_id: reward for reward in existing_rewards}
     named = [msgspec.structs.replace(reward, reward_id=reward.reward_id or new_id("w")) for reward in rewards]
     new: dict[str | None, Reward] = {}
     for reward in named:
@@ -320,12 +320,12 @@ def _reward_rows(rollout_id: str, attempt_id: str, rewards: Iterable[Reward]) ->
 def _postpone(
     connection: sa.Connection, seconds: float, lease_seconds: float = 0, gateway_id: str | None = None
 ) -> None:
-    attempts, whose = schema.attempts.c, queries.attempts_at(gateway_id)
+    attempts, at_gateway = schema.attempts.c, queries.attempts_at(gateway_id)
     moved = {
         "deadline_at": attempts.deadline_at + seconds,
         "lease_expires_at": attempts.lease_expires_at + lease_seconds,
     }
-    connection.execute(sa.update(schema.attempts).where(queries.RUNNING, whose).values(moved))
+    connection.execute(sa.update(schema.attempts).where(queries.RUNNING, at_gateway).values(moved))
 
 
 def _following(

@@ -33,11 +33,11 @@ class ResourceOperations(Transactions):
             _check(name, value)
         body = body_of(request.resources)
         table = schema.resources
-        known = self._resources(connection, resources_id)
-        if known is not None:
-            if not same_body(body_of(known.resources), body):
+        existing = self._resources(connection, resources_id)
+        if existing is not None:
+            if not same_body(body_of(existing.resources), body):
                 raise Conflict(f"resources {resources_id} are there already with another body")
-            return known
+            return existing
         newest = connection.execute(sa.select(sa.func.max(table.c.version))).scalar_one_or_none()
         # Not into `_published`: it is published when the transaction has ended well.
         made = Resources(
@@ -56,10 +56,10 @@ class ResourceOperations(Transactions):
         Raises:
             NotFound: there are none.
         """
-        found: str | None = resources_id
+        actual_id: str | None = resources_id
         if resources_id == LATEST:
-            found = self._latest_resources_id(connection)
-        resources = self._resources(connection, found) if found is not None else None
+            actual_id = self._latest_resources_id(connection)
+        resources = self._resources(connection, actual_id) if actual_id is not None else None
         if resources is None:
             raise NotFound(f"there are no resources {resources_id!r}; publish some first")
         return resources

@@ -108,8 +108,8 @@ class RolloutOperations(ResourceOperations):
         now: int = connection.execute(sa.select(sa.func.coalesce(sa.func.max(table.position), 0))).scalar_one()
         if after is None or after >= now:
             return [], now
-        asked = sa.select(table.rollout_id).where(table.position > after, table.position <= now).distinct()
-        return sorted(connection.execute(asked).scalars()), now
+        query = sa.select(table.rollout_id).where(table.position > after, table.position <= now).distinct()
+        return sorted(connection.execute(query).scalars()), now
 
     @reads
     def counts(self, connection: sa.Connection) -> dict[str, int]:

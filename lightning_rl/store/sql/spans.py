@@ -43,8 +43,8 @@ class SpanOperations(Transactions):
         Raises:
             NotFound: there is no such attempt.
         """
-        found = self.traces([rollout_id]).get(rollout_id)
-        for trace in found.attempts if found else ():
+        rollout_trace = self.traces([rollout_id]).get(rollout_id)
+        for trace in rollout_trace.attempts if rollout_trace else ():
             if trace.attempt.attempt_id == attempt_id:
                 return trace
         raise NotFound(f"there is no attempt {attempt_id} of rollout {rollout_id}")
@@ -56,10 +56,10 @@ class SpanOperations(Transactions):
 
     def recorded_calls(self) -> RecordedCalls:
         """What engines sampled in all recorded calls, and when the last one ended."""
-        found = self._database.read(lambda connection: call_counts.recorded(connection, in_file=not self.shared))
-        if found is None:
-            found = self._database.write(lambda connection: call_counts.count_anew(self._database, connection))
-        return found
+        calls = self._database.read(lambda connection: call_counts.recorded(connection, in_file=not self.shared))
+        if calls is None:
+            calls = self._database.write(lambda connection: call_counts.count_anew(self._database, connection))
+        return calls
 
     @writes
     def merge_counts(self, connection: sa.Connection) -> None:

@@ -76,8 +76,8 @@ class Transactions:
         """The secret that signs attempt keys; made on the first call, the same ever after."""
         made = {"key": "secret", "value": secrets.token_hex(32)}
         self._database.insert_new(connection, schema.meta, [made])
-        kept = sa.select(schema.meta.c.value).where(schema.meta.c.key == "secret")
-        return bytes.fromhex(connection.execute(kept).scalar_one())
+        query = sa.select(schema.meta.c.value).where(schema.meta.c.key == "secret")
+        return bytes.fromhex(connection.execute(query).scalar_one())
 
     def _move(self, connection: sa.Connection, rollout: Rollout, status: RolloutStatus, pause: float = 0.0) -> Rollout:
         moved = msgspec.structs.replace(

@@ -48,7 +48,7 @@ def open_trackers(
     Raises ConfigError as `check_names` does, and TrackerUnusable for a service that cannot be reached.
     """
     check_names(names)
-    told = about or About(name=run_dir.name)
+    description = about or About(name=run_dir.name)
     trackers: list[Tracker] = []
     if "console" in names:
         from lightning_rl.telemetry.metrics.console import ConsoleTracker
@@ -67,9 +67,9 @@ def open_trackers(
     if "wandb" in names:
         from lightning_rl.telemetry.metrics.wandb import WandbTracker
 
-        trackers.append(ServiceTracker("wandb", lambda: WandbTracker(run_dir, told)))
+        trackers.append(ServiceTracker("wandb", lambda: WandbTracker(run_dir, description)))
     if "mlflow" in names:
         from lightning_rl.telemetry.metrics.mlflow import MlflowTracker
 
-        trackers.append(ServiceTracker("mlflow", lambda: MlflowTracker(run_dir, told)))
+        trackers.append(ServiceTracker("mlflow", lambda: MlflowTracker(run_dir, description)))
     return trackers

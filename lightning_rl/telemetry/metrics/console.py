@@ -52,8 +52,8 @@ class ConsoleTracker:
         """A step is done."""
         self._progress.update(self._task, completed=step, note=note + account(metrics))
         if not self._console.is_terminal:
-            left = (self._total - step) * metrics["timing_s/step"]
-            line = f"step {step}/{self._total}  {note}{account(metrics)}  about {left:.0f} s left"
+            seconds = (self._total - step) * metrics["timing_s/step"]
+            line = f"step {step}/{self._total}  {note}{account(metrics)}  about {seconds:.0f} s left"
             self._console.print(line, soft_wrap=True)
 
     def close(self) -> None:
@@ -69,4 +69,6 @@ def account(metrics: Mapping[str, float]) -> str:
     parts = {"trained": metrics["tokens/trained"]}
     parts |= {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
     parts |= {"pending": metrics["tokens/pending"]} if metrics["tokens/pending"] else {}
-    return f"  {metrics['tokens/received']:,.0f} tokens: " + ", ".join(f"{n:,.0f} {what}" for what, n in parts.items())
+    return f"  {metrics['tokens/received']:,.0f} tokens: " + ", ".join(
+        f"{n:,.0f} {outcome}" for outcome, n in parts.items()
+    )

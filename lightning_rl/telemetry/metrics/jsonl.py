@@ -44,8 +44,8 @@ def keep_until(path: Path, step: int | None) -> list[dict[str, float]]:
     if not path.exists() or step is None:
         path.unlink(missing_ok=True)
         return []
-    kept = [line for line in _whole_lines(path) if msgspec.json.decode(line)["step"] <= step]
-    write_whole(path, b"".join(line + b"\n" for line in kept))
+    lines = [line for line in _whole_lines(path) if msgspec.json.decode(line)["step"] <= step]
+    write_whole(path, b"".join(line + b"\n" for line in lines))
     return history(path)
 
 

@@ -28,8 +28,8 @@ def tracking_uri(run_dir: Path) -> str:
 
 def experiment_of(client: Any, project: str) -> str:
     """The id of the experiment of the project's name; it is made where there is none."""
-    found = client.get_experiment_by_name(project)
-    return str(found.experiment_id if found else client.create_experiment(project))
+    experiment = client.get_experiment_by_name(project)
+    return str(experiment.experiment_id if experiment else client.create_experiment(project))
 
 
 def run_id_of(run_dir: Path) -> str | None:

@@ -41,10 +41,10 @@ class NotebookTracker:
         """Take the metrics of `step`."""
         self._step = step
         self._rows.append((step, {name: metrics[name] for name, _, _ in _LINES if name in metrics}))
-        told = [f"{label} {metrics[name]:.3f}" for name, label, _ in _LINES if name in metrics]
+        parts = [f"{label} {metrics[name]:.3f}" for name, label, _ in _LINES if name in metrics]
         if "timing_s/step" in metrics:
-            told.append(f"about {max(self._total - step, 0) * metrics['timing_s/step']:.0f} s left")
-        self._note = "  ".join(told) + account(metrics)
+            parts.append(f"about {max(self._total - step, 0) * metrics['timing_s/step']:.0f} s left")
+        self._note = "  ".join(parts) + account(metrics)
         if monotonic() - self._drawn >= _AGAIN_SECONDS or step >= self._total:
             self._draw()
 

@@ -50,9 +50,9 @@ class MlflowTraces:
 
     def _info(self, trace_id: str, spans: Sequence[Span]) -> TraceInfo:
         root, calls = spans[0], [span for span in spans if span.name == semconv.CALL_SPAN]
-        said = root.attributes
-        failed = said.get(semconv.STATUS_CODE) == "ERROR"
-        tags = {name: str(said[name]) for name in _TAGS if said.get(name) is not None}
+        attributes = root.attributes
+        failed = attributes.get(semconv.STATUS_CODE) == "ERROR"
+        tags = {name: str(attributes[name]) for name in _TAGS if attributes.get(name) is not None}
         run_id = run_id_of(self._run_dir)
         return TraceInfo(
             trace_id=trace_id,
@@ -60,7 +60,7 @@ class MlflowTraces:
             request_time=root.start_ns // 1_000_000,
             execution_duration=(root.end_ns - root.start_ns) // 1_000_000,
             state=TraceState.ERROR if failed else TraceState.OK,
-            request_preview=said[semconv.TASK][:_PREVIEW],
+            request_preview=attributes[semconv.TASK][:_PREVIEW],
             response_preview=_answer(calls[-1])[:_PREVIEW] if calls else None,
             client_request_id=root.attempt_id,
             trace_metadata={} if run_id is None else {TraceMetadataKey.SOURCE_RUN: run_id},
@@ -71,14 +71,14 @@ class MlflowTraces:
 def _mlflow_span(trace_id: str, span: Span) -> MlflowSpan:
     """MLflow keeps attributes as JSON, and has names of its own for what its pages show."""
     otel = readable(span)
-    said = dict(otel.attributes or {}) | _shown(span) | {SpanAttributeKey.REQUEST_ID: trace_id}
+    attributes = dict(otel.attributes or {}) | _shown(span) | {SpanAttributeKey.REQUEST_ID: trace_id}
     return MlflowSpan(
         ReadableSpan(
             name=otel.name,
             context=otel.context,
             parent=otel.parent,
             resource=otel.resource,
-            attributes={name: msgspec.json.encode(value).decode() for name, value in said.items()},
+            attributes={name: msgspec.json.encode(value).decode() for name, value in attributes.items()},
             events=otel.events,
             status=otel.status,
             start_time=otel.start_time,
@@ -89,40 +89,42 @@ def _mlflow_span(trace_id: str, span: Span) -> MlflowSpan:
 
 def _shown(span: Span) -> dict[str, Any]:
     """What MLflow shows of a span: its type, what went in, what came out."""
-    said = span.attributes
+    attributes = span.attributes
     if span.name == semconv.ROLLOUT_SPAN:
         rewards = {
             name.removeprefix(f"{semconv.REWARDS}."): value
-            for name, value in said.items()
+            for name, value in attributes.items()
             if name.startswith(f"{semconv.REWARDS}.")
         }
         return _typed(
-            SpanType.AGENT, json.loads(said[semconv.TASK]), rewards or {"reward": said.get(semconv.REWARD_VALUE)}
+            SpanType.AGENT,
+            json.loads(attributes[semconv.TASK]),
+            rewards or {"reward": attributes.get(semconv.REWARD_VALUE)},
         )
     if span.name == semconv.CALL_SPAN:
         tokens = {
-            "input_tokens": said.get(semconv.INPUT_TOKENS) or 0,
-            "output_tokens": said.get(semconv.OUTPUT_TOKENS) or 0,
+            "input_tokens": attributes.get(semconv.INPUT_TOKENS) or 0,
+            "output_tokens": attributes.get(semconv.OUTPUT_TOKENS) or 0,
         }
-        return _typed(SpanType.CHAT_MODEL, _messages(said, semconv.INPUT_MESSAGES, semconv.PROMPT_TEXT),
-            _messages(said, semconv.OUTPUT_MESSAGES, semconv.RESPONSE_TEXT),
+        return _typed(SpanType.CHAT_MODEL, _messages(attributes, semconv.INPUT_MESSAGES, semconv.PROMPT_TEXT),
+            _messages(attributes, semconv.OUTPUT_MESSAGES, semconv.RESPONSE_TEXT),
         ) | {
             SpanAttributeKey.CHAT_USAGE: tokens | {"total_tokens": sum(tokens.values())},
-            SpanAttributeKey.MODEL: said.get(semconv.RESPONSE_MODEL),
+            SpanAttributeKey.MODEL: attributes.get(semconv.RESPONSE_MODEL),
         }  # fmt: skip
-    if semconv.OPERATION_NAME in said:
-        asked, came = (said.get(name) for name in (semconv.OPERATION_INPUTS, semconv.OPERATION_OUTPUT))
-        return _typed(SpanType.TOOL, *(None if told is None else json.loads(told) for told in (asked, came)))
+    if semconv.OPERATION_NAME in attributes:
+        inputs, output = (attributes.get(name) for name in (semconv.OPERATION_INPUTS, semconv.OPERATION_OUTPUT))
+        return _typed(SpanType.TOOL, *(None if text is None else json.loads(text) for text in (inputs, output)))
     return {SpanAttributeKey.SPAN_TYPE: SpanType.UNKNOWN}
 
 
 def _typed(kind: str, inputs: Any, outputs: Any) -> dict[str, Any]:
-    told = {SpanAttributeKey.INPUTS: inputs, SpanAttributeKey.OUTPUTS: outputs}
-    return {SpanAttributeKey.SPAN_TYPE: kind} | {name: value for name, value in told.items() if value is not None}
+    values = {SpanAttributeKey.INPUTS: inputs, SpanAttributeKey.OUTPUTS: outputs}
+    return {SpanAttributeKey.SPAN_TYPE: kind} | {name: value for name, value in values.items() if value is not None}
 
 
-def _messages(said: Mapping[str, Any], messages: str, text: str) -> dict[str, Any]:
-    return {"messages": said.get(messages) or []} | ({"text": said[text]} if text in said else {})
+def _messages(attributes: Mapping[str, Any], messages: str, text: str) -> dict[str, Any]:
+    return {"messages": attributes.get(messages) or []} | ({"text": attributes[text]} if text in attributes else {})
 
 
 def _answer(call: Span) -> str:

@@ -14,25 +14,25 @@ from lightning_rl_adapters.span import Span
 def parents(spans: Sequence[Span]) -> dict[str, str | None]:
     """The id of the span above each of an attempt's spans, by span id; None: the attempt itself."""
     calls = [span for span in spans if span.name == semconv.CALL_SPAN]
-    told = {span.span_id: span for span in spans if span.name != semconv.CALL_SPAN}
-    above = {span_id: _said(span, told) for span_id, span in told.items()}
-    placed: dict[str, str | None] = {call.span_id: _around(call, told, above) for call in calls}
+    agent_spans = {span.span_id: span for span in spans if span.name != semconv.CALL_SPAN}
+    above = {span_id: _said(span, agent_spans) for span_id, span in agent_spans.items()}
+    placed: dict[str, str | None] = {call.span_id: _around(call, agent_spans, above) for call in calls}
     holding = {span_id for at in placed.values() if at is not None for span_id in _chain(at, above)}
     return placed | {
-        span_id: _asked_by(told[span_id], calls) if parent is None and span_id not in holding else parent
+        span_id: _asked_by(agent_spans[span_id], calls) if parent is None and span_id not in holding else parent
         for span_id, parent in above.items()
     }
 
 
-def _said(span: Span, told: Mapping[str, Span]) -> str | None:
+def _said(span: Span, agent_spans: Mapping[str, Span]) -> str | None:
     """The parent that the agent gave it, where that came too."""
     parent = span.attributes.get(semconv.PARENT_SPAN)
-    return parent if parent in told else None
+    return parent if parent in agent_spans else None
 
 
-def _around(call: Span, told: Mapping[str, Span], above: Mapping[str, str | None]) -> str | None:
+def _around(call: Span, agent_spans: Mapping[str, Span], above: Mapping[str, str | None]) -> str | None:
     """The innermost span that was open during the call; None also where several were that do not lie in each other."""
-    around = [span for span in told.values() if span.name != semconv.LOG_SPAN and _during(call, span)]
+    around = [span for span in agent_spans.values() if span.name != semconv.LOG_SPAN and _during(call, span)]
     chains = {span.span_id: _chain(span.span_id, above) for span in around}
     return next((span_id for span_id, chain in chains.items() if chain >= chains.keys()), None)
 

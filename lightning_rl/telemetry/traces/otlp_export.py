@@ -82,11 +82,11 @@ class SpansOut:
         self._thread.join(max(0.0, end - time.monotonic()))
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
         with self._changed:
-            left = len(self._waiting) + self._sending
+            unsent = len(self._waiting) + self._sending
             self._waiting.clear()
-        if left:
-            self._dropped.labels("stopped").inc(left)
-            _log.warning("%d spans were not sent to the OTLP endpoint before the end", left)
+        if unsent:
+            self._dropped.labels("stopped").inc(unsent)
+            _log.warning("%d spans were not sent to the OTLP endpoint before the end", unsent)
 
     def _run(self) -> None:
         while batch := self._next():
@@ -115,9 +115,9 @@ class SpansOut:
     def _is_much(self) -> bool:
         return self._closing or len(self._waiting) >= _BATCH or self._bytes >= _BATCH_BYTES
 
-    def _drop(self, count: int, why: str, told: str) -> None:
+    def _drop(self, count: int, why: str, text: str) -> None:
         self._dropped.labels(why).inc(count)
-        self._trouble.begin(f"{told}; nothing that is recorded is lost")
+        self._trouble.begin(f"{text}; nothing that is recorded is lost")
 
 
 class MirroredStore(SqlStore):
@@ -157,9 +157,9 @@ class MirroredStore(SqlStore):
         """See `SqlStore`."""
         rollout = super().cancel(rollout_id)
         if rollout.attempt_id is not None:
-            found, attempt = self.attempt(rollout_id, rollout.attempt_id)
+            current_rollout, attempt = self.attempt(rollout_id, rollout.attempt_id)
             if attempt.status == "cancelled":
-                self._out.put([pack(root_span(found, attempt))])
+                self._out.put([pack(root_span(current_rollout, attempt))])
         return rollout
 
     def expire(self, overdue: Sequence[Overdue]) -> list[Rollout]:

@@ -8,7 +8,7 @@ from lightning_rl_adapters.span import Span
 def root_span(rollout: Rollout, attempt: Attempt) -> Span:
     """What stands above all spans of an attempt that has ended: an agent that was invoked, and how it went."""
     ended_at = attempt.started_at if attempt.ended_at is None else attempt.ended_at
-    said = {
+    attributes = {
         semconv.OPERATION: "invoke_agent",
         semconv.AGENT_NAME: rollout.agent,
         semconv.MODE: rollout.mode,
@@ -27,5 +27,5 @@ def root_span(rollout: Rollout, attempt: Attempt) -> Span:
         number=0,
         start_ns=int(attempt.started_at * 1e9),
         end_ns=int(ended_at * 1e9),
-        attributes={name: value for name, value in said.items() if value is not None} | rewards,
+        attributes={name: value for name, value in attributes.items() if value is not None} | rewards,
     )

@@ -40,30 +40,30 @@ class Story:
     def _attempt(self, rollout: Rollout, traced: AttemptTrace) -> list[Span]:
         nodes = forest.build(calls_of(traced.spans)).nodes
         above = parents(traced.spans)
-        told = [
+        spans = [
             _below(span, above[span.span_id], self._of_call(nodes[span.span_id]) if span.span_id in nodes else {})
             for span in traced.spans
         ]
-        return [_root(rollout, traced), *told]
+        return [_root(rollout, traced), *spans]
 
     def _of_call(self, node: Node) -> dict[str, Any]:
         """What the call's tokens come to. A service that told none has none."""
         call = node.call
-        said: dict[str, Any] = {semconv.POLICY_VERSIONS: sorted({version.version for version in call.versions})}
+        attributes: dict[str, Any] = {semconv.POLICY_VERSIONS: sorted({version.version for version in call.versions})}
         if call.logprobs:
-            said |= {
+            attributes |= {
                 semconv.LOGPROB_MEAN: statistics.fmean(call.logprobs),
                 semconv.LOGPROB_MIN: min(call.logprobs),
                 semconv.LOGPROB_SUM: sum(call.logprobs),
             }
         if not call.exact:
-            return said
+            return attributes
         prompt = prompt_ids(node)
-        said |= {semconv.INPUT_TOKENS: len(prompt), semconv.OUTPUT_TOKENS: len(call.response_ids)}
+        attributes |= {semconv.INPUT_TOKENS: len(prompt), semconv.OUTPUT_TOKENS: len(call.response_ids)}
         if self._folder is not None and call.trainable:  # another model's tokens are not this tokenizer's
-            said[semconv.PROMPT_TEXT] = self._tokenizer.decode(prompt)
-            said[semconv.RESPONSE_TEXT] = self._tokenizer.decode(call.response_ids)
-        return said
+            attributes[semconv.PROMPT_TEXT] = self._tokenizer.decode(prompt)
+            attributes[semconv.RESPONSE_TEXT] = self._tokenizer.decode(call.response_ids)
+        return attributes
 
     @functools.cached_property
     def _tokenizer(self) -> FastTokenizer:
@@ -73,7 +73,7 @@ class Story:
 
 def _root(rollout: Rollout, traced: AttemptTrace) -> Span:
     root, attempt = root_span(rollout, traced.attempt), traced.attempt
-    said: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         semconv.TASK: msgspec.json.encode(rollout.task).decode(),
         semconv.STEP: rollout.metadata.get("step"),
         semconv.COUNTS: rollout.counting_attempt_id == attempt.attempt_id,
@@ -84,14 +84,14 @@ def _root(rollout: Rollout, traced: AttemptTrace) -> Span:
             "exception.message": attempt.error.message,
             "exception.stacktrace": attempt.error.traceback,
         }
-        said[semconv.EVENTS] = [{"name": "exception", "time_ns": root.end_ns, "attributes": exception}]
-    return msgspec.structs.replace(root, attributes=root.attributes | said)
+        attributes[semconv.EVENTS] = [{"name": "exception", "time_ns": root.end_ns, "attributes": exception}]
+    return msgspec.structs.replace(root, attributes=root.attributes | attributes)
 
 
 def _below(span: Span, parent: str | None, more: dict[str, Any]) -> Span:
     """The span under its parent, with what more there is to say; an operation by its own name."""
-    said = {name: value for name, value in span.attributes.items() if name != semconv.PARENT_SPAN} | more
+    attributes = {name: value for name, value in span.attributes.items() if name != semconv.PARENT_SPAN} | more
     if parent is not None:
-        said[semconv.PARENT_SPAN] = parent
-    named = said.get(semconv.OPERATION_NAME) if span.name == semconv.OPERATION_SPAN else None
-    return msgspec.structs.replace(span, name=named or span.name, attributes=said)
+        attributes[semconv.PARENT_SPAN] = parent
+    named = attributes.get(semconv.OPERATION_NAME) if span.name == semconv.OPERATION_SPAN else None
+    return msgspec.structs.replace(span, name=named or span.name, attributes=attributes)

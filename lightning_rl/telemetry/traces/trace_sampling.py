@@ -23,6 +23,6 @@ class TraceSampling:
             return set(groups)
         if batch != self._batch:
             self._batch, self._left = batch, self._most
-        found = random.Random(f"{self._seed} {batch}").sample(sorted(groups), min(self._left, len(groups)))
-        self._left -= len(found)
-        return set(found)
+        sample = random.Random(f"{self._seed} {batch}").sample(sorted(groups), min(self._left, len(groups)))
+        self._left -= len(sample)
+        return set(sample)

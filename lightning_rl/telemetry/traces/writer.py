@@ -116,7 +116,7 @@ class Writer:
             self._busy = True
             return self._waiting.popleft()
 
-    def _leave_out(self, told: str) -> None:
+    def _leave_out(self, text: str) -> None:
         with self._changed:
             self._left_out += 1
-        self._trouble.begin(told)
+        self._trouble.begin(text)
