@@ -38,10 +38,10 @@ def context_of(
 ) -> dict[str, str]:
     """The calls that are context alone, with the reason of each. `training` is that of a rollout for training: there a
     greedy answer is no sample of the policy, whatever its logprobs."""
-    found = {}
+    reasons = {}
     for call in calls:
         if training and call.logprob_kind == "greedy" and call.trainable:
-            found[call.call_id] = "greedy_logprobs"
+            reasons[call.call_id] = "greedy_logprobs"
         elif (reason := why_context(call, select)) is not None:
-            found[call.call_id] = reason
-    return found
+            reasons[call.call_id] = reason
+    return reasons

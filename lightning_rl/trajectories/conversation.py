@@ -28,15 +28,15 @@ class SpokenCall(msgspec.Struct, frozen=True, kw_only=True):
 
 def spoken_calls(spans: Sequence[Span], calls: Sequence[Call]) -> dict[str, SpokenCall]:
     """The calls by their id, in order of arrival; those whose spans have no messages are left out."""
-    said: Mapping[str, Mapping[str, Any]] = {span.span_id: span.attributes for span in spans}
+    attributes_by_id: Mapping[str, Mapping[str, Any]] = {span.span_id: span.attributes for span in spans}
     tools = tools_of(spans)
-    found = {}
+    spoken = {}
     for call in sorted(calls, key=lambda call: call.number):
-        attributes = said.get(call.call_id, {})
+        attributes = attributes_by_id.get(call.call_id, {})
         if not (messages := attributes.get(semconv.INPUT_MESSAGES)):
             continue
         answers = attributes.get(semconv.OUTPUT_MESSAGES) or [None]
-        found[call.call_id] = SpokenCall(
+        spoken[call.call_id] = SpokenCall(
             call_id=call.call_id,
             parent_id=call.parent_id,
             agent=call.agent,
@@ -44,7 +44,7 @@ def spoken_calls(spans: Sequence[Span], calls: Sequence[Call]) -> dict[str, Spok
             answer=answers[0],
             tools=tools.get(attributes.get(semconv.TOOLS) or ""),
         )
-    return found
+    return spoken
 
 
 def transcript(calls: Sequence[SpokenCall]) -> str:

@@ -60,16 +60,16 @@ class Problems:
 
     def report_missing_reward(self, key: str, name: str, trajectories: Sequence[Trajectory]) -> None:
         """Warn where a key names a reward that none of the rollouts has whose agents did not fail."""
-        given = [trajectory for trajectory in trajectories if not trajectory.agent_failed]
-        there = {named for trajectory in given for named in trajectory.rewards.named}
-        if name == FINAL or name in there or f"{key}={name}" in self._told or not given:
+        successes = [trajectory for trajectory in trajectories if not trajectory.agent_failed]
+        there = {named for trajectory in successes for named in trajectory.rewards.named}
+        if name == FINAL or name in there or f"{key}={name}" in self._told or not successes:
             return
         self._told.add(f"{key}={name}")
         _log.warning(
             "%s=%s: none of %d rollouts has a reward of that name; there are %s",
             key,
             name,
-            len(given),
+            len(successes),
             ", ".join(sorted(there | {FINAL})),
         )
 
@@ -104,32 +104,32 @@ class Problems:
         first = errors[0] if errors else None
         if first is None or any(error is None or error.infrastructure for error in errors):
             return
-        told = _shown(first.traceback.rstrip() or f"{first.type}: {first.message}", _LONGEST_TRACEBACK)
+        text = _shown(first.traceback.rstrip() or f"{first.type}: {first.message}", _LONGEST_TRACEBACK)
         raise AllFailed(
-            f"{when}: the agent failed in all {len(errors)} rollouts, first in {trajectories[0].rollout_id}:\n\n{told}"
+            f"{when}: the agent failed in all {len(errors)} rollouts, first in {trajectories[0].rollout_id}:\n\n{text}"
             "\n\nMend the agent and begin a new run; to go on with failed rollouts, set trainer.all_failed=go_on. "
             f"All tracebacks are in {self._run_dir / 'runner-*.log'}"
         )
 
     def _check_successes(self, when: str, trajectories: Sequence[Trajectory]) -> None:
         if self._rewards_count and all(trajectory.agent_failed for trajectory in trajectories):
-            what = self._no_reward(trajectories)
+            text = self._no_reward(trajectories)
         elif not any(trajectory.calls for trajectory in trajectories):
-            what = f"made no call to the model: {self._no_call(trajectories[0])}"
+            text = f"made no call to the model: {self._no_call(trajectories[0])}"
         else:
             return
         raise AllFailed(
-            f"{when}: all {len(trajectories)} rollouts {what}\n\nMend the agent and begin a new run; to go on without "
+            f"{when}: all {len(trajectories)} rollouts {text}\n\nMend the agent and begin a new run; to go on without "
             "them, set trainer.all_failed=go_on"
         )
 
     def _no_reward(self, trajectories: Sequence[Trajectory]) -> str:
-        given = {name for trajectory in trajectories for name in trajectory.rewards.named}
-        if not self._summed or not given:
+        names = {name for trajectory in trajectories for name in trajectory.rewards.named}
+        if not self._summed or not names:
             return f"ended without a reward: {_NO_REWARD}"
         return (
             f"gave none of the rewards that algorithm.credit.weights adds up ({', '.join(sorted(self._summed))}); "
-            f"given were {', '.join(sorted(given))}: give those that it names, or name these"
+            f"given were {', '.join(sorted(names))}: give those that it names, or name these"
         )
 
     def _no_call(self, trajectory: Trajectory) -> str:
@@ -148,39 +148,39 @@ class Problems:
             for kind, text in self._of(trajectory):
                 counts[kind] += 1
                 texts.setdefault(kind, text)
-        if self._rewards_count and (told := _failing_pays(trajectories)):
-            counts["failing pays"], texts["failing pays"] = told
+        if self._rewards_count and (problem := _failing_pays(trajectories)):
+            counts["failing pays"], texts["failing pays"] = problem
         if without := _maybe_called_as_others(trajectories):
             counts["calls of others"], texts["calls of others"] = without, _CALLS_OF_OTHERS
         return {kind: (count, texts[kind]) for kind, count in counts.items()}
 
     def _of(self, trajectory: Trajectory) -> list[tuple[str, str]]:
-        found = []
+        problems = []
         logs = f"tracebacks are in {self._run_dir / 'runner-*.log'}"
         if trajectory.error is not None:
             message = _shown(trajectory.error.message.strip() or "(no message)", _LONGEST_MESSAGE)
-            what = f"{trajectory.error.type}: {message}"
+            error = f"{trajectory.error.type}: {message}"
             if trajectory.error.infrastructure:
-                text = f"were left out, since infrastructure failed on every attempt; the last error: {what} ({logs})"
+                text = f"were left out, since infrastructure failed on every attempt; the last error: {error} ({logs})"
             else:
-                text = f"failed in the agent and count as algorithm.agent_failure says: {what} ({logs})"
-            found.append((re.sub(r"[0-9a-f]{8,}|\d+", "#", what), text))
+                text = f"failed in the agent and count as algorithm.agent_failure says: {error} ({logs})"
+            problems.append((re.sub(r"[0-9a-f]{8,}|\d+", "#", error), text))
         elif trajectory.agent_failed and self._rewards_count:
-            found.append(("no reward", self._no_reward([trajectory])))
+            problems.append(("no reward", self._no_reward([trajectory])))
         if trajectory.lost_rewards:
             text = "gave rewards to calls that they did not make, which are lost: pass the id of the answer as call_id"
-            found.append(("lost rewards", text))
+            problems.append(("lost rewards", text))
         if not trajectory.calls and trajectory.error is None:
             refused = refused_prompt(trajectory.ended_by)
             text = f"made no call to the model: {self._no_call(trajectory)}; these train nothing"
-            found.append((f"no call: {refused}", text))
+            problems.append((f"no call: {refused}", text))
         if any(row.excluded == "overlong" for row in trajectory.rows):
             text = (
                 f"have rows of more than {self._max_tokens} tokens, which are not trained: raise "
                 "data.max_prompt_length or data.max_response_length, keep conversations shorter, or set data.overlong"
             )
-            found.append(("overlong", text))
-        return found
+            problems.append(("overlong", text))
+        return problems
 
 
 def _misspelt(name: str, meant: str) -> bool:

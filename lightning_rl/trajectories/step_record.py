@@ -136,10 +136,10 @@ def files(run_dir: Path) -> list[tuple[Path, int]]:
     """The files of a run's records, in order of their steps, each with when a policy's record of that step was written
     last (ns)."""
     folder, newest = run_dir / FOLDER, dict[str, int]()
-    found = [(file, file.stat().st_mtime_ns) for file in folder.glob("**/*.msgpack")]
-    for file, written in found:
+    file_times = [(file, file.stat().st_mtime_ns) for file in folder.glob("**/*.msgpack")]
+    for file, written in file_times:
         newest[file.name] = max(written, newest.get(file.name, 0))
-    return sorted((file, newest[file.name]) for file, _ in found if file.parent == folder)
+    return sorted((file, newest[file.name]) for file, _ in file_times if file.parent == folder)
 
 
 def whole(path: Path) -> StepRecord:

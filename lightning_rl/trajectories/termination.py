@@ -35,13 +35,13 @@ def ending(loop: str, ended_by: str, **counts: Any) -> dict[str, Any]:
 
 def ended_by(spans: Iterable[Span]) -> str | None:
     """By what an attempt's trajectory ended; None where no loop tells of it, and of several the last."""
-    found = None
+    reason = None
     for span in spans:
         if span.name == semconv.OBJECT_SPAN:
-            told = json.loads(span.attributes.get(semconv.OBJECT) or "null")
-            if isinstance(told, dict) and _LOOP in told and isinstance(told.get(_ENDED_BY), str):
-                found = told[_ENDED_BY]
-    return found
+            value = json.loads(span.attributes.get(semconv.OBJECT) or "null")
+            if isinstance(value, dict) and _LOOP in value and isinstance(value.get(_ENDED_BY), str):
+                reason = value[_ENDED_BY]
+    return reason
 
 
 def refused_prompt(ended_by: str | None) -> str | None:

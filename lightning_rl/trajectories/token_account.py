@@ -70,10 +70,10 @@ class TokenAccount:
         """
         received, entered = self.received + pending, self.entered
         if received != entered + pending:
-            told = f" ({self.from_spans} of them told of by agents' spans)" if self.from_spans else ""
+            note = f" ({self.from_spans} of them told of by agents' spans)" if self.from_spans else ""
             reasons = ", ".join(f"{reason} {n}" for reason, n in sorted(self.excluded.items()))
             raise ConservationError(
-                f"model {self.model!r}: engines handed over {received} tokens{told}, but {self.trained} trained + "
+                f"model {self.model!r}: engines handed over {received} tokens{note}, but {self.trained} trained + "
                 f"{entered - self.trained} excluded ({reasons or 'none'}) + {pending} pending = {entered + pending}"
             )
         metrics = {"tokens/received": received, "tokens/trained": self.trained, "tokens/pending": pending}

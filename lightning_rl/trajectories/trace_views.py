@@ -23,18 +23,18 @@ def spans_of(trace: AttemptTrace) -> list[dict[str, Any]]:
 def triplets_of(trace: AttemptTrace) -> Iterator[triplet.Triplet]:
     """One triplet per call, in order of arrival."""
     grown = forest.build(calls_of(trace.spans))
-    given = rewards_by_call(trace.rewards, names_of(trace.spans))
-    of_calls = {call_id: added_up(rewards) for call_id, rewards in given.items()}
+    by_call = rewards_by_call(trace.rewards, names_of(trace.spans))
+    of_calls = {call_id: added_up(rewards) for call_id, rewards in by_call.items()}
     return triplet.iter_triplets(grown, _rewards(grown, trace.attempt), of_calls)
 
 
 def triplets_of_otel(trace: AttemptTrace) -> dict[str, Any]:
     """The triplets of the calls that the agent's own spans tell of, with the final reward, and what is missing of those
     that have no token ids."""
-    told = conventions.told_of(trace.spans)
-    calls = [*told.calls, *(each.call for each in told.messages)]
+    from_spans = conventions.told_of(trace.spans)
+    calls = [*from_spans.calls, *(each.call for each in from_spans.messages)]
     rewards = _rewards(forest.build(calls), trace.attempt)
-    return {"triplets": conventions.triplets_of_otel(told, rewards), "diagnoses": told.diagnoses}
+    return {"triplets": conventions.triplets_of_otel(from_spans, rewards), "diagnoses": from_spans.diagnoses}
 
 
 def rows_of(rollout: Rollout, trace: AttemptTrace) -> list[rows.Row]:

@@ -183,10 +183,10 @@ def _read(trace: RolloutTrace, models: Collection[str] | None, *, spans: bool, m
     rollout = trace.rollout
     records = _Records(rollout, forest.build([]))
     for attempt in trace.attempts:
-        recorded, told = _calls_of(attempt, spans=spans)
-        names = names_of(attempt.spans) | told.answer_ids
+        recorded, from_spans = _calls_of(attempt, spans=spans)
+        names = names_of(attempt.spans) | from_spans.answer_ids
         calls = [call for call in recorded if models is None or call.model in models]
-        by_spans = {call.call_id for call in told.calls}
+        by_spans = {call.call_id for call in from_spans.calls}
         of_gateway = [call for call in calls if call.call_id not in by_spans]
         records.other_calls += len(recorded) - len(calls)
         recorded_tokens = sum(call.sampled_tokens for call in of_gateway)
@@ -213,8 +213,8 @@ def _calls_of(attempt: AttemptTrace, *, spans: bool) -> tuple[list[Call], Told]:
     recorded = calls_of(attempt.spans)
     if not spans:
         return recorded, Told([], [], [])
-    told = conventions.told_of(attempt.spans)
-    return conventions.calls_with_told(recorded, told.calls), told
+    from_spans = conventions.told_of(attempt.spans)
+    return conventions.calls_with_told(recorded, from_spans.calls), from_spans
 
 
 def _judge(
@@ -223,8 +223,8 @@ def _judge(
     """What the rollout counts with, and which calls are left out for which reason."""
     rollout, calls = records.rollout, records.calls
     infrastructure = rollout.counting_attempt_id is None
-    given = _given(rewards)
-    agent_failed = not infrastructure and (rollout.status == "failed" or given is None)
+    reward = _given(rewards)
+    agent_failed = not infrastructure and (rollout.status == "failed" or reward is None)
     if agent_failed:
         rewards = msgspec.structs.replace(rewards, final=agent_failure)
     context = context_of(calls, select, training=rollout.mode == "train")
@@ -234,7 +234,7 @@ def _judge(
         if call.call_id in why:
             tokens[why[call.call_id]] += len(call.response_ids)
     return _Judgement(
-        reward=None if infrastructure else agent_failure if agent_failed else given,
+        reward=None if infrastructure else agent_failure if agent_failed else reward,
         rewards=rewards,
         agent_failed=agent_failed,
         context=context,
@@ -270,9 +270,9 @@ def _metric(trajectory: Trajectory, metric: str) -> float | None:
 
 def _rewards(trace: AttemptTrace, rollout: Rollout, names: Mapping[str, str], calls: set[str]) -> tuple[Rewards, int]:
     """What the attempt was given, and how many rewards were for calls that it did not make; `names` lead to `calls`."""
-    given = rewards_by_call(trace.rewards, names)
-    of_calls = {call_id: added_up(rewards) for call_id, rewards in given.items() if call_id in calls}
-    lost = sum(len(rewards) for call_id, rewards in given.items() if call_id not in calls)
+    by_call = rewards_by_call(trace.rewards, names)
+    of_calls = {call_id: added_up(rewards) for call_id, rewards in by_call.items() if call_id in calls}
+    lost = sum(len(rewards) for call_id, rewards in by_call.items() if call_id not in calls)
     return Rewards(final=rollout.reward, named=dict(rollout.rewards), of_calls=of_calls), lost
 
 

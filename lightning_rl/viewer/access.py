@@ -117,9 +117,9 @@ class Guard:
 
         async def answer(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                given = {name for name, _ in message["headers"]}
+                names = {name for name, _ in message["headers"]}
                 extra = [
-                    (name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in given
+                    (name.encode(), value.encode()) for name, value in HEADERS.items() if name.encode() not in names
                 ]
                 message["headers"] = [*message["headers"], *extra]
             await send(message)

@@ -92,10 +92,10 @@ def _add_pages(app: FastAPI, access: Access) -> None:
     @app.post("/login")
     async def login(request: Request) -> Response:
         try:
-            given = msgspec.json.decode(await request.body(), type=_Login)
+            body = msgspec.json.decode(await request.body(), type=_Login)
         except msgspec.MsgspecError:
             return _problem(400, 'send {"key": "..."}')
-        session = await access.begin(given.key)
+        session = await access.begin(body.key)
         if session is None:
             return _problem(401, "this is not the admin key")
         answer = Response(status_code=204)
@@ -113,16 +113,16 @@ def _add_pages(app: FastAPI, access: Access) -> None:
 
 def keyed(runs: Sequence[ViewedRun]) -> dict[str, ViewedRun]:
     """The runs by what stands for them in URLs: their names, told apart where two are the same."""
-    found: dict[str, ViewedRun] = {}
+    by_key: dict[str, ViewedRun] = {}
     for run in runs:
-        found[_key_of(run, found)] = run
-    return found
+        by_key[_key_of(run, by_key)] = run
+    return by_key
 
 
-def _key_of(run: ViewedRun, taken: Collection[str]) -> str:
+def _key_of(run: ViewedRun, existing_keys: Collection[str]) -> str:
     name = re.sub(r"[^A-Za-z0-9._~-]+", "-", run.name) or "run"
     key, number = name, 2
-    while key in taken:
+    while key in existing_keys:
         key, number = f"{name}~{number}", number + 1
     return key
 

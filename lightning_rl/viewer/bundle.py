@@ -29,16 +29,16 @@ _END = "\n})();\n"
 
 def modules(entry: str) -> list[str]:
     """The names of a module and of all that it imports, each behind those that it imports itself."""
-    found: list[str] = []
+    names: list[str] = []
 
     def add(name: str) -> None:
-        if name not in found:
+        if name not in names:
             for imported in _IMPORT.findall((STATIC / name).read_text()):
                 add(imported)
-            found.append(name)
+            names.append(name)
 
     add(entry)
-    return found
+    return names
 
 
 def script(entry: str) -> str:

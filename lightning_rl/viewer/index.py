@@ -125,13 +125,13 @@ class Index:
             return
         with self._change() as connection:
             positions = _positions(connection, {one.rollout_id for one in calls})
-            known = [(positions[one.rollout_id], one) for one in calls if one.rollout_id in positions]
+            placed = [(positions[one.rollout_id], one) for one in calls if one.rollout_id in positions]
             connection.executemany(
                 "UPDATE rollouts SET calls = calls + 1, ids = ids + ?, reported = reported + ?, forks = forks + ? "
                 "WHERE position = ?",
-                [(one.ids, one.reported, one.forked, position) for position, one in known],
+                [(one.ids, one.reported, one.forked, position) for position, one in placed],
             )
-            for position, one in known if self._searched else ():
+            for position, one in placed if self._searched else ():
                 _enter_text(connection, position, one.text)
 
     def put_tasks(self, positions: Sequence[int]) -> None:
@@ -239,30 +239,30 @@ def _enter_record(connection: sqlite3.Connection, position: int, step: int, reco
     row = (position, step, msgspec.msgpack.encode(record))
     connection.execute("INSERT OR REPLACE INTO records VALUES (?, ?, ?)", row)
     reasons = {call.left_out or record.left_out for call in calls if not call.trained_tokens} | {record.left_out}
-    found = [(position, reason) for reason in reasons if reason is not None]
-    connection.executemany("INSERT OR IGNORE INTO exclusions VALUES (?, ?)", found)
+    exclusions = [(position, reason) for reason in reasons if reason is not None]
+    connection.executemany("INSERT OR IGNORE INTO exclusions VALUES (?, ?)", exclusions)
 
 
 def _enter_text(connection: sqlite3.Connection, position: int, text: str) -> None:
     placed = connection.execute("INSERT INTO texts (position) VALUES (?)", (position,))
-    said = text[:_TEXT_CHARACTERS].encode(errors="replace").decode()
-    connection.execute("INSERT INTO words (rowid, said) VALUES (?, ?)", (placed.lastrowid, said))
+    words = text[:_TEXT_CHARACTERS].encode(errors="replace").decode()
+    connection.execute("INSERT INTO words (rowid, said) VALUES (?, ?)", (placed.lastrowid, words))
 
 
 def _positions(connection: sqlite3.Connection, rollout_ids: set[str]) -> dict[str, int]:
-    found: dict[str, int] = {}
+    positions: dict[str, int] = {}
     names = sorted(rollout_ids)
     for start in range(0, len(names), 500):
         part = names[start : start + 500]
         marks = ", ".join("?" * len(part))
         query = f"SELECT rollout_id, position FROM rollouts WHERE rollout_id IN ({marks})"
-        found |= dict(map(tuple, connection.execute(query, part)))
-    return found
+        positions |= dict(map(tuple, connection.execute(query, part)))
+    return positions
 
 
 def row_of(row: sqlite3.Row | Mapping[str, Any]) -> dict[str, Any]:
     """A row of `rollouts` as JSON-able values."""
-    found = dict(row)
-    if found.get("rewards"):
-        found["rewards"] = json.loads(found["rewards"])
-    return found
+    values = dict(row)
+    if values.get("rewards"):
+        values["rewards"] = json.loads(values["rewards"])
+    return values

@@ -90,8 +90,8 @@ class Indexer:
     def _new_steps(self) -> list[tuple[Path, int]]:
         if self._run_dir is None:
             return []
-        known = self.index.steps()
-        return [(file, at) for file, at in step_record.files(self._run_dir) if known.get(int(file.stem)) != at]
+        steps = self.index.steps()
+        return [(file, at) for file, at in step_record.files(self._run_dir) if steps.get(int(file.stem)) != at]
 
     def _enter_steps(self, records: list[tuple[Path, int]]) -> str | None:
         """Enter step records; why the last that cannot be read cannot."""

@@ -59,8 +59,8 @@ def at_servers(stores: Sequence[PagedStore]) -> dict[str, Any]:
     }
 
 
-def _engine(told: dict[str, Any]) -> dict[str, Any]:
-    return {name: told.get(name) for name in ("model", "kind", "url", "policy_version", "away", "in_flight")}
+def _engine(engine: dict[str, Any]) -> dict[str, Any]:
+    return {name: engine.get(name) for name in ("model", "kind", "url", "policy_version", "away", "in_flight")}
 
 
 def open_rollouts(index: Index) -> dict[str, Any]:
@@ -78,38 +78,43 @@ def waiting(server: dict[str, Any] | None, counts: dict[str, int], state: str) -
     """Who waits, and for what, in words; the nearest cause first."""
     if state != "running":
         return []
-    found: list[dict[str, str]] = []
-    told = server or {}
-    for name, model in told.get("models", {}).items():
+    causes: list[dict[str, str]] = []
+    server_state = server or {}
+    for name, model in server_state.get("models", {}).items():
         if model.get("paused"):
-            found.append(
+            causes.append(
                 {"who": f"calls of {name}", "what": "new weights: the model is paused while they are handed over"}
             )
         if model.get("waiting"):
-            found.append({"who": f"{model['waiting']} calls", "what": f"a place at the engines of {name}"})
-    for engine in told.get("engines", ()):
+            causes.append({"who": f"{model['waiting']} calls", "what": f"a place at the engines of {name}"})
+    for engine in server_state.get("engines", ()):
         if engine["away"]:
-            found.append(
+            causes.append(
                 {"who": f"engine {engine['url'] or engine['kind']}", "what": f"being well again: {engine['away']}"}
             )
-    if told.get("claims_held_back"):
-        found.append(
-            {"who": f"{told['claims_held_back']} slots of runners", "what": "engines that bear one more rollout"}
+    if server_state.get("claims_held_back"):
+        causes.append(
+            {
+                "who": f"{server_state['claims_held_back']} slots of runners",
+                "what": "engines that bear one more rollout",
+            }
         )
     running, queued = counts.get("running", 0), counts.get("queued", 0)
     if running:
-        found.append(
+        causes.append(
             {"who": "the trainer", "what": f"{running} rollouts that run" + f", {queued} queued" * bool(queued)}
         )
     elif queued:
-        found.append({"who": f"{queued} rollouts", "what": "a runner that takes them"})
-    elif told.get("claims_waiting"):
-        found.append(
-            {"who": f"{told['claims_waiting']} runners", "what": "the trainer: it computes an update, or saves"}
+        causes.append({"who": f"{queued} rollouts", "what": "a runner that takes them"})
+    elif server_state.get("claims_waiting"):
+        causes.append(
+            {"who": f"{server_state['claims_waiting']} runners", "what": "the trainer: it computes an update, or saves"}
         )
-    if told.get("records_waiting"):
-        found.append({"who": f"{told['records_waiting']} records", "what": "the store, on their way from the journal"})
-    return found
+    if server_state.get("records_waiting"):
+        causes.append(
+            {"who": f"{server_state['records_waiting']} records", "what": "the store, on their way from the journal"}
+        )
+    return causes
 
 
 class Doctor:
@@ -149,8 +154,8 @@ class Doctor:
             return
         began = time.monotonic()
         try:
-            found = diagnose(self._evidence())
-            self._told = {"findings": msgspec.to_builtins(found.findings), "looked_at": found.looked_at}
+            diagnosis = diagnose(self._evidence())
+            self._told = {"findings": msgspec.to_builtins(diagnosis.findings), "looked_at": diagnosis.looked_at}
             self._looked = now
         except (Explained, StoreError, OSError) as error:
             self._told = {"findings": [], "looked_at": {}, "problem": str(error)}

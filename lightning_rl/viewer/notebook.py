@@ -14,10 +14,10 @@ from lightning_rl.viewer import run as viewed
 class Cell:
     """A document that a notebook shows."""
 
-    def __init__(self, html: str, height: int, told: str) -> None:
+    def __init__(self, html: str, height: int, text: str) -> None:
         self.html = html
         self._height = height
-        self._told = told
+        self._told = text
 
     def __repr__(self) -> str:
         return self._told
@@ -67,8 +67,8 @@ class Run:
         """The run's rollouts, the newest first, as many as `limit` (100); filters and `sort` as in the dashboard's
         addresses: `rollouts(mode="train", step=3, sort="-reward", text="GROUP BY")`. Raises WrongQuery."""
         self._read.indexer.look()
-        found: list[dict[str, Any]] = self._read.answer("rollouts", {k: str(v) for k, v in query.items()})["rollouts"]
-        return found
+        rows: list[dict[str, Any]] = self._read.answer("rollouts", {k: str(v) for k, v in query.items()})["rollouts"]
+        return rows
 
     def report(self, output: str | Path | None = None) -> Path:
         """Write the run's report, by default `report.html` in its folder; its path. Raises NotRecorded."""

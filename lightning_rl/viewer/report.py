@@ -88,10 +88,10 @@ def _document(run: ViewedRun, wanted: int) -> str:
 def rollout_document(run: ViewedRun, rollout_id: str) -> str:
     """One rollout as a file. Raises NotRecorded."""
     answers = _of_rollouts(run, [rollout_id])
-    told = answers[_path(f"rollouts/{rollout_id}")]
+    answer = answers[_path(f"rollouts/{rollout_id}")]
     words = "\n".join(
         f"{message.get('role')}: {message.get('content')}"
-        for attempt in told["attempts"]
+        for attempt in answer["attempts"]
         for call in attempt["calls"]
         for message in [*call["messages"], *call["answer"]]
     )
@@ -130,10 +130,10 @@ def _of_rollouts(run: ViewedRun, rollout_ids: Iterable[str]) -> dict[str, Any]:
     answers: dict[str, Any] = {}
     for rollout_id in sorted(rollout_ids):
         path = f"rollouts/{rollout_id}"
-        told = run.answer(path, {})
-        told["group"] = []
-        answers[_path(path)] = told
-        for attempt in told["attempts"]:
+        answer = run.answer(path, {})
+        answer["group"] = []
+        answers[_path(path)] = answer
+        for attempt in answer["attempts"]:
             for call in attempt["calls"][:_CALLS]:
                 of_call = f"{path}/calls/{attempt['sequence']}/{call['number']}"
                 answers[_path(of_call)] = run.answer(of_call, {})

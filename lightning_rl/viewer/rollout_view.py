@@ -38,20 +38,20 @@ def rollout(trace: RolloutTrace, config: TrainConfig | None, found: Found | None
         view = explain(trace, folder.trained_by(config, found))
     except ForestError as error:
         raise NotRecorded(f"rollout {trace.rollout.rollout_id} is damaged: {error}") from error
-    told: dict[str, Any] = msgspec.to_builtins(view)
+    answer: dict[str, Any] = msgspec.to_builtins(view)
     of_rollout = trace.rollout
-    told |= {name: getattr(of_rollout, name) for name in ("group_id", "agent", "created_at", "ended_at", "metadata")}
-    told["rewards"] = of_rollout.rewards
-    for attempt, of_view, each in zip(told["attempts"], view.attempts, trace.attempts, strict=True):
+    answer |= {name: getattr(of_rollout, name) for name in ("group_id", "agent", "created_at", "ended_at", "metadata")}
+    answer["rewards"] = of_rollout.rewards
+    for attempt, of_view, each in zip(answer["attempts"], view.attempts, trace.attempts, strict=True):
         attempt |= _attempt(each, of_view)
-    return told
+    return answer
 
 
 def _attempt(trace: AttemptTrace, view: AttemptView) -> dict[str, Any]:
     spans = {span.span_id: span for span in trace.spans}
-    said = {call.call_id: _messages(spans[call.call_id]) for call in view.calls}
+    messages = {call.call_id: _messages(spans[call.call_id]) for call in view.calls}
     made = [
-        {**msgspec.to_builtins(call), **said[call.call_id], **_times(span := spans[call.call_id]), **_engine(span)}
+        {**msgspec.to_builtins(call), **messages[call.call_id], **_times(span := spans[call.call_id]), **_engine(span)}
         for call in view.calls
     ]
     others = [span for span in trace.spans if span.name not in _HIDDEN]
@@ -76,24 +76,24 @@ def _times(span: Span) -> dict[str, float]:
 
 def _engine(span: Span) -> dict[str, list[float]]:
     """Of a call that an engine sampled: when it was asked, and when it had ended."""
-    found = span.attributes.get(semconv.ENGINE_US)
-    return {} if found is None else {"engine": [span.start_ns / 1e9 + at / 1e6 for at in found]}
+    offsets = span.attributes.get(semconv.ENGINE_US)
+    return {} if offsets is None else {"engine": [span.start_ns / 1e9 + at / 1e6 for at in offsets]}
 
 
 def _messages(span: Span) -> dict[str, Any]:
     """What a call added to its conversation, and what it answered."""
-    found = span.attributes
+    attributes = span.attributes
     return {
-        "messages": shortened(list(found.get(semconv.INPUT_MESSAGES) or ())),
-        "answer": shortened(list(found.get(semconv.OUTPUT_MESSAGES) or ())),
-        "tools": found.get(semconv.TOOLS),
+        "messages": shortened(list(attributes.get(semconv.INPUT_MESSAGES) or ())),
+        "answer": shortened(list(attributes.get(semconv.OUTPUT_MESSAGES) or ())),
+        "tools": attributes.get(semconv.TOOLS),
     }
 
 
 def _other(span: Span) -> dict[str, Any]:
     """A span of the agent's own: what it emitted, its tools, what its instrumentation told."""
-    told = {name: value for name, value in span.attributes.items() if isinstance(value, str | int | float | bool)}
-    return {"name": span.name, **_times(span), "attributes": shortened(told)}
+    attributes = {name: value for name, value in span.attributes.items() if isinstance(value, str | int | float | bool)}
+    return {"name": span.name, **_times(span), "attributes": shortened(attributes)}
 
 
 def shortened(value: Any, longest: int = LONGEST_TEXT) -> Any:
@@ -131,10 +131,10 @@ def call(
         raise NotRecorded(f"rollout {trace.rollout.rollout_id} is damaged: {error}") from error
     counts = attempt.attempt.attempt_id == trace.rollout.counting_attempt_id
     record = found[1].calls.get(one.call_id) if found is not None and counts else None
-    told: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(view, tokens=[]))
-    told["tokens"] = tokens.columns(one, view, record, decode, start)
-    told["request"] = _request(attempt, [each.call_id for each in path])
-    return told
+    answer: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(view, tokens=[]))
+    answer["tokens"] = tokens.columns(one, view, record, decode, start)
+    answer["request"] = _request(attempt, [each.call_id for each in path])
+    return answer
 
 
 def _request(attempt: AttemptTrace, path: list[str]) -> dict[str, Any]:
@@ -142,15 +142,15 @@ def _request(attempt: AttemptTrace, path: list[str]) -> dict[str, Any]:
     spans = {span.span_id: span for span in attempt.spans}
     messages: list[dict[str, Any]] = []
     for call_id in path:
-        said = spans[call_id].attributes
-        messages += said.get(semconv.INPUT_MESSAGES) or ()
+        attributes = spans[call_id].attributes
+        messages += attributes.get(semconv.INPUT_MESSAGES) or ()
         if call_id != path[-1]:
-            messages += (said.get(semconv.OUTPUT_MESSAGES) or ())[:1]
+            messages += (attributes.get(semconv.OUTPUT_MESSAGES) or ())[:1]
     last = spans[path[-1]].attributes
     tools = tools_of(attempt.spans).get(spans[path[0]].attributes.get(semconv.TOOLS) or "")
-    asked: dict[str, Any] = {"model": last.get(semconv.REQUEST_MODEL) or last[semconv.RESPONSE_MODEL]}
-    asked |= {"messages": messages} | ({"tools": tools} if tools else {})
-    return asked | (last.get(semconv.SAMPLING_REQUESTED) or {})
+    request: dict[str, Any] = {"model": last.get(semconv.REQUEST_MODEL) or last[semconv.RESPONSE_MODEL]}
+    request |= {"messages": messages} | ({"tools": tools} if tools else {})
+    return request | (last.get(semconv.SAMPLING_REQUESTED) or {})
 
 
 def image(trace: RolloutTrace, sha256: str) -> tuple[bytes, str]:

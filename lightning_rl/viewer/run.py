@@ -133,8 +133,8 @@ class ViewedRun:
         if path not in _OF_THE_FOLDER:
             begun = self.indexer.ready if path.startswith(_OF_ALL) else self.indexer.begun
             begun.wait(_FIRST_SECONDS)
-        if (known := self._paths.get(path)) is not None:
-            return known(query)
+        if (handler := self._paths.get(path)) is not None:
+            return handler(query)
         noun, _, rest = path.partition("/")
         match noun, rest.split("/"):
             case "rollouts", [rollout_id]:
@@ -151,22 +151,22 @@ class ViewedRun:
 
     def summary(self) -> dict[str, Any]:
         """The run in a line."""
-        told: dict[str, Any] = {"name": self.name, "folder": None, "state": "running", "problem": None}
+        fields: dict[str, Any] = {"name": self.name, "folder": None, "state": "running", "problem": None}
         if self.run_dir is not None:
-            told |= _of_folder(self.run_dir)
+            fields |= _of_folder(self.run_dir)
         if self._indexer is not None:
-            told["problem"] = self._indexer.problem or told["problem"]
-            told["indexed"] = self._indexer.words
-            told["listed"] = self._indexer.ready.is_set()
-            told["version"] = self.index.version
-        return told
+            fields["problem"] = self._indexer.problem or fields["problem"]
+            fields["indexed"] = self._indexer.words
+            fields["listed"] = self._indexer.ready.is_set()
+            fields["version"] = self.index.version
+        return fields
 
     def metrics(self, query: Query) -> dict[str, Any]:
         """The curves of the metrics in `names` (with commas; by default the usual ones), and the names of all."""
         rows = self._rows()
-        known = sorted({name for row in rows for name in row} - {"step", "time"})
-        names = [name for name in (query.get("names") or "").split(",") if name] or _usual(known)
-        return {"names": known, "series": run_folder.series(rows, names)}
+        all_names = sorted({name for row in rows for name in row} - {"step", "time"})
+        names = [name for name in (query.get("names") or "").split(",") if name] or _usual(all_names)
+        return {"names": all_names, "series": run_folder.series(rows, names)}
 
     def now(self) -> dict[str, Any]:
         """What happens now."""
@@ -195,10 +195,12 @@ class ViewedRun:
     def rollout(self, rollout_id: str) -> dict[str, Any]:
         """One rollout laid open, with its neighbours in its group."""
         trace = self._trace_of(rollout_id)
-        told = rollout_view.rollout(trace, self.config, self._found(trace))
+        answer = rollout_view.rollout(trace, self.config, self._found(trace))
         group = search.group(self.index, trace.rollout.group_id) if trace.rollout.group_id else []
-        told["group"] = [{name: row[name] for name in ("rollout_id", "reward", "advantage", "status")} for row in group]
-        return told
+        answer["group"] = [
+            {name: row[name] for name in ("rollout_id", "reward", "advantage", "status")} for row in group
+        ]
+        return answer
 
     def call(self, rollout_id: str, attempt: str, number: str, query: Query) -> dict[str, Any]:
         """One call, with its tokens from `start` on."""
@@ -238,9 +240,9 @@ class ViewedRun:
 
     def _found(self, trace: RolloutTrace) -> Found | None:
         """What a step made of the rollout: the index has it, or until it does, the step's record."""
-        found = self.index.found(trace.rollout.rollout_id)
-        if found is not None or self.run_dir is None or self.indexer.stepped.is_set():
-            return found
+        step_and_rollout = self.index.found(trace.rollout.rollout_id)
+        if step_and_rollout is not None or self.run_dir is None or self.indexer.stepped.is_set():
+            return step_and_rollout
         return folder.beside(self.run_dir, trace.rollout).found
 
     def _trace_of(self, rollout_id: str) -> RolloutTrace:
@@ -254,14 +256,14 @@ class ViewedRun:
 
 
 def _of_folder(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {"folder": str(run_dir), "state": run_folder.state(run_dir), "problem": None}
+    fields: dict[str, Any] = {"folder": str(run_dir), "state": run_folder.state(run_dir), "problem": None}
     try:
         rows = run_folder.metrics(run_dir)
         config = run_folder.config(run_dir)
     except Explained as error:
-        return found | {"problem": str(error)}
+        return fields | {"problem": str(error)}
     timed = run_folder.series(rows, ["critic/score/mean", "val/reward"])
-    return found | {
+    return fields | {
         "steps": int(rows[-1]["step"]) if rows else 0,
         "seconds": max((points["seconds"][-1] for points in timed.values()), default=0.0),
         "best": run_folder.best(rows),
@@ -275,13 +277,13 @@ def _of_folder(run_dir: Path) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """The versions of what a run stands on, as they are here."""
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for name in ("lightning-rl", "torch", "transformers", "renderers", "vllm"):
         try:
-            found[name] = version(name)
+            by_package[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def encoded(value: Any) -> bytes:
@@ -302,6 +304,6 @@ def _whole_characters(value: Any) -> Any:
     return value
 
 
-def _usual(known: Sequence[str]) -> list[str]:
+def _usual(names: Sequence[str]) -> list[str]:
     """The usual curves, each followed by those of the same metric of several policies."""
-    return [name for curve in _CURVES for name in (curve, *(one for one in known if one.endswith(f"/{curve}")))]
+    return [name for curve in _CURVES for name in (curve, *(one for one in names if one.endswith(f"/{curve}")))]

@@ -33,18 +33,18 @@ _TIMES = ("timing_s/step", "timing_s/testing", "timing_s/tuning")
 
 def runs_below(folders: list[Path]) -> list[Path]:
     """The run folders among `folders` and below them, the newest first. Raises NotRecorded where there is none."""
-    found: dict[Path, float] = {}
+    written_at: dict[Path, float] = {}
     for folder in folders:
         if not folder.is_dir():
             raise NotRecorded(
                 f"there is no folder {folder.resolve()}: name that of a run, or one that has runs below it"
             )
         for run_dir in _runs(folder):
-            found.setdefault(run_dir.resolve(), _written(run_dir))
-    if not found:
+            written_at.setdefault(run_dir.resolve(), _written(run_dir))
+    if not written_at:
         places = ", ".join(str(folder.resolve()) for folder in folders)
         raise NotRecorded(f"there is no run in {places}: a run's folder has a {STORE} or a {METRICS}")
-    return sorted(found, key=lambda run_dir: -found[run_dir])
+    return sorted(written_at, key=lambda run_dir: -written_at[run_dir])
 
 
 def _runs(folder: Path) -> Iterator[Path]:
@@ -83,8 +83,8 @@ def _read_metrics(file: Path, _stamp: tuple[int, int]) -> list[dict[str, float]]
 
 def _stamp(file: Path) -> tuple[int, int]:
     """What is another one once the file was written to."""
-    found = file.stat()
-    return found.st_mtime_ns, found.st_size
+    stat = file.stat()
+    return stat.st_mtime_ns, stat.st_size
 
 
 def series(rows: list[dict[str, float]], names: list[str]) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def series(rows: list[dict[str, float]], names: list[str]) -> dict[str, Any]:
 
     These are by the clock, or, in lines that have no `time`, the sum of what the steps took.
     """
-    found: dict[str, dict[str, list[float]]] = {name: {"step": [], "seconds": [], "value": []} for name in names}
+    curves: dict[str, dict[str, list[float]]] = {name: {"step": [], "seconds": [], "value": []} for name in names}
     seconds, began = 0.0, None
     for row in rows:
         before, seconds = seconds, seconds + sum(row.get(name, 0.0) for name in _TIMES)
@@ -100,12 +100,12 @@ def series(rows: list[dict[str, float]], names: list[str]) -> dict[str, Any]:
             if began is None or row["time"] - began < before:  # the first row, or a clock that was set back
                 began = row["time"] - seconds
             seconds = row["time"] - began
-        for name, points in found.items():
+        for name, points in curves.items():
             if name in row and math.isfinite(row[name]):
                 points["step"].append(row["step"])
                 points["seconds"].append(round(seconds, 3))
                 points["value"].append(row[name])
-    return {name: points for name, points in found.items() if points["step"]}
+    return {name: points for name, points in curves.items() if points["step"]}
 
 
 def best(rows: list[dict[str, float]]) -> dict[str, Any] | None:

@@ -56,10 +56,10 @@ def page(index: Index, query: Mapping[str, str]) -> dict[str, Any]:
             total = connection.execute(f"SELECT count(*) FROM rollouts{_where(where)}", values).fetchone()[0]
         statement = f"SELECT {_SHOWN} FROM rollouts{_where([*where, *key])} ORDER BY {order} LIMIT ?"
         rows = connection.execute(statement, [*values, *key_values, limit + 1]).fetchall()
-    found = [row_of(row) for row in rows[:limit]]
+    rollouts = [row_of(row) for row in rows[:limit]]
     more = len(rows) > limit
-    following = json.dumps([found[-1][column], found[-1]["position"]]) if more else None
-    return {"rollouts": found, "next": following, "total": total}
+    following = json.dumps([rollouts[-1][column], rollouts[-1]["position"]]) if more else None
+    return {"rollouts": rollouts, "next": following, "total": total}
 
 
 def choices(index: Index) -> dict[str, Any]:
@@ -132,25 +132,25 @@ def tasks(index: Index, query: Mapping[str, str]) -> dict[str, Any]:
 
 def task(index: Index, task_key: str, query: Mapping[str, str]) -> dict[str, Any]:
     """The rollouts of one task, by step: of more than fit those of its first step and the newest."""
-    given = (task_key, query.get("mode") or "val")
+    values = (task_key, query.get("mode") or "val")
     where = "FROM rollouts WHERE task_key = ? AND mode = ?"
     with index.reading() as connection:
-        first = connection.execute(f"SELECT min(step) {where}", given).fetchone()[0]
+        first = connection.execute(f"SELECT min(step) {where}", values).fetchone()[0]
         statement = f"SELECT {_SHOWN} {where} ORDER BY step IS NOT ?, step DESC, position DESC LIMIT {_LARGEST_PAGE}"
-        rows = connection.execute(statement, (*given, first)).fetchall()
-    found = [row_of(row) for row in rows]
-    return {"rollouts": sorted(found, key=lambda row: (-1 if row["step"] is None else row["step"], row["position"]))}
+        rows = connection.execute(statement, (*values, first)).fetchall()
+    rollouts = [row_of(row) for row in rows]
+    return {"rollouts": sorted(rollouts, key=lambda row: (-1 if row["step"] is None else row["step"], row["position"]))}
 
 
 def _where(conditions: list[str]) -> str:
     return f" WHERE {' AND '.join(conditions)}" if conditions else ""
 
 
-def _sort(asked: str) -> tuple[str, bool]:
-    column = asked.removeprefix("-")
+def _sort(sort: str) -> tuple[str, bool]:
+    column = sort.removeprefix("-")
     if column not in COLUMNS:
         raise WrongQuery(f"there is no column {column!r} to sort by; there are {', '.join(COLUMNS)}")
-    return column, asked.startswith("-")
+    return column, sort.startswith("-")
 
 
 def _behind(column: str, down: bool, after: str | None) -> tuple[list[str], list[Any]]:
@@ -188,38 +188,38 @@ def _filters(query: Mapping[str, str], connection: sqlite3.Connection) -> tuple[
         where.append("position IN (SELECT position FROM exclusions WHERE reason = ?)")
         values.append(query["excluded"])
     for term in _terms(query.get("text") or ""):  # each anywhere in the rollout
-        asked = _words_with(part[1], connection) if (part := _PART.fullmatch(term)) else [term]
-        found = " UNION ALL ".join(["SELECT rowid FROM words WHERE words MATCH ?"] * len(asked)) or "NULL"
-        where.append(f"position IN (SELECT position FROM texts WHERE id IN ({found}))")
-        values += asked
+        words = _words_with(part[1], connection) if (part := _PART.fullmatch(term)) else [term]
+        subquery = " UNION ALL ".join(["SELECT rowid FROM words WHERE words MATCH ?"] * len(words)) or "NULL"
+        where.append(f"position IN (SELECT position FROM texts WHERE id IN ({subquery}))")
+        values += words
     return where, values
 
 
 def _number(query: Mapping[str, str], name: str) -> float | None:
-    given = query.get(name)
-    if given is None or given == "":
+    text = query.get(name)
+    if text is None or text == "":
         return None
     try:
-        number = float(given)
+        number = float(text)
     except ValueError as error:
-        raise WrongQuery(f"{name}={given!r} is no number") from error
+        raise WrongQuery(f"{name}={text!r} is no number") from error
     if not math.isfinite(number):
-        raise WrongQuery(f"{name}={given!r} is no number")
+        raise WrongQuery(f"{name}={text!r} is no number")
     return number
 
 
 def _terms(words: str) -> list[str]:
     """What is looked for, one term at a time: `*part` is anywhere in a word, the others are as FTS5 is asked. The last
     word may go on; what stands in quotation marks is one."""
-    asked = []
+    terms = []
     words = words.replace("\0", " ")  # which ends a text of SQLite's
     for phrase, word in _TERM.findall(words.strip()):
         term = phrase or word.replace('"', "")
         if term.strip("*"):
-            asked.append(word if _PART.fullmatch(word) else f'"{term}"')
-    if asked and asked[-1].startswith('"') and not words.rstrip().endswith('"'):
-        asked[-1] += "*"
-    return asked or ['""'] * bool(words.strip(" *"))
+            terms.append(word if _PART.fullmatch(word) else f'"{term}"')
+    if terms and terms[-1].startswith('"') and not words.rstrip().endswith('"'):
+        terms[-1] += "*"
+    return terms or ['""'] * bool(words.strip(" *"))
 
 
 def _words_with(part: str, connection: sqlite3.Connection) -> list[str]:

@@ -79,13 +79,13 @@ def called(record: bytes) -> Called | None:
     if _NAME.decode(record).name != semconv.CALL_SPAN:
         return None
     span = _CALL.decode(record)
-    said = span.attributes
+    attributes = span.attributes
     return Called(
         rollout_id=span.rollout_id,
-        ids=len(said.ids) // 4,
-        reported=said.reported,
-        forked=said.cause is not None,
-        text="\n".join(words_of(message) for message in [*(said.asked or ()), *(said.answered or ())]),
+        ids=len(attributes.ids) // 4,
+        reported=attributes.reported,
+        forked=attributes.cause is not None,
+        text="\n".join(words_of(message) for message in [*(attributes.asked or ()), *(attributes.answered or ())]),
     )
 
 
@@ -142,16 +142,16 @@ class FolderSource:
         self._reward = self._reading.execute(sa.select(sa.func.max(table.position))).scalar_one() or 0
         if after < 0:
             return []
-        asked = sa.select(table.rollout_id).where(table.position > after).distinct()
-        return list(self._reading.execute(asked).scalars())
+        query = sa.select(table.rollout_id).where(table.position > after).distinct()
+        return list(self._reading.execute(query).scalars())
 
     def calls(self, most: int) -> tuple[list[Called], float]:
         """See `Source`."""
-        asked = {"after": self._span, "last": self._last_span, "most": most}
-        rows = self._reading.execute(_SPANS, asked).all()
+        parameters = {"after": self._span, "last": self._last_span, "most": most}
+        rows = self._reading.execute(_SPANS, parameters).all()
         self._span = rows[-1].rowid if rows else self._last_span
-        found = [one for row in rows if (one := called(unpacked(row.record))) is not None]
-        return found, self._span / self._last_span if self._last_span else 1.0
+        batch = [one for row in rows if (one := called(unpacked(row.record))) is not None]
+        return batch, self._span / self._last_span if self._last_span else 1.0
 
     def trace(self, rollout_id: str) -> RolloutTrace:
         """See `Source`."""
@@ -185,8 +185,8 @@ class ServerSource:
         """See `Source`; the oldest come first, as the server lists them."""
         while True:
             rollouts, following = self.store.page(self._cursor, _CHUNK // 2)
-            ours = [rollout for rollout in rollouts if rollout.rollout_id.endswith(self._of_run)]
-            fresh = [rollout for rollout in ours if rollout.rollout_id not in self._seen]
+            of_run = [rollout for rollout in rollouts if rollout.rollout_id.endswith(self._of_run)]
+            fresh = [rollout for rollout in of_run if rollout.rollout_id not in self._seen]
             placed = list(enumerate(fresh, start=self._count + 1))
             self._count += len(fresh)
             self._places |= {rollout.rollout_id: place for place, rollout in placed}
@@ -217,21 +217,21 @@ class ServerSource:
         names, self._unread = self._unread[:at_once], self._unread[at_once:]
         self._read += len(names)
         traces = self.store.traces(names) if names else {}
-        found = [
+        batch = [
             one
             for trace in traces.values()
             for attempt in trace.attempts
             for span in attempt.spans
             if (one := called(msgspec.msgpack.encode(span))) is not None
         ]
-        return found, self._read / (self._read + len(self._unread)) if self._unread else 1.0
+        return batch, self._read / (self._read + len(self._unread)) if self._unread else 1.0
 
     def trace(self, rollout_id: str) -> RolloutTrace:
         """See `Source`."""
-        found = self.store.traces([rollout_id]).get(rollout_id)
-        if found is None:
+        rollout_trace = self.store.traces([rollout_id]).get(rollout_id)
+        if rollout_trace is None:
             raise recorded.NotRecorded(f"the server knows no rollout {rollout_id!r}: give its whole id")
-        return found
+        return rollout_trace
 
     def close(self) -> None:
         """See `Source`."""
@@ -282,10 +282,10 @@ class ServerSources:
 
     def calls(self, most: int) -> tuple[list[Called], float]:
         """See `Source`: of rollouts that have ended."""
-        told = [(source, *source.calls(most // len(self._sources))) for source in self._sources]
+        parts = [(source, *source.calls(most // len(self._sources))) for source in self._sources]
         # A rollout that ended at two servers has calls at both.
-        found = [call for source, calls, _ in told for call in calls if self._of[call.rollout_id][0] is source]
-        return found, min(share for *_, share in told)
+        batch = [call for source, calls, _ in parts for call in calls if self._of[call.rollout_id][0] is source]
+        return batch, min(share for *_, share in parts)
 
     def trace(self, rollout_id: str) -> RolloutTrace:
         """See `Source`."""

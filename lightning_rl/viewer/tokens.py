@@ -24,7 +24,7 @@ def texts(ids: Sequence[int], decode: Decode | None) -> list[str | None]:
     """The text of each token; None for all where no tokenizer is at hand."""
     if decode is None:
         return [None] * len(ids)
-    found: list[str | None] = []
+    pieces: list[str | None] = []
     place = 0
     while place < len(ids):
         context = list(ids[max(place - _BEFORE, 0) : place])
@@ -36,9 +36,9 @@ def texts(ids: Sequence[int], decode: Decode | None) -> list[str | None]:
                 break
         else:
             length, text = 1, _BROKEN
-        found += [text, *([""] * (length - 1))]
+        pieces += [text, *([""] * (length - 1))]
         place += length
-    return found[: len(ids)]
+    return pieces[: len(ids)]
 
 
 def columns(
