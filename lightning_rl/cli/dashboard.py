@@ -51,9 +51,9 @@ def run(
         raise NoKey(f"on {host}, which others can reach, set {ADMIN_KEY} to at least {SHORTEST} characters")
     since = functools.partial(_begun_since, folder or [], {run.run_dir for run in runs}) if url is None else tuple
     app = create_app(runs, Access(host, key), since)
-    asked = "" if key is None else "  (it asks for the admin key)"
+    note = "" if key is None else "  (it asks for the admin key)"
     names = ", ".join(one.name for one in runs[:3]) + ", ..." * (len(runs) > 3)
-    serve(app, host, port, lambda place: typer.echo(f"{names} at {place}{asked}   Ctrl-C ends it"))
+    serve(app, host, port, lambda place: typer.echo(f"{names} at {place}{note}   Ctrl-C ends it"))
 
 
 def _runs(folders: list[Path], url: str | None) -> "list[ViewedRun]":
@@ -68,17 +68,17 @@ def _runs(folders: list[Path], url: str | None) -> "list[ViewedRun]":
     return [ViewedRun(run_dir, _attached(run_dir)) for run_dir in runs_below(folders or [Path("runs")])]
 
 
-def _begun_since(folders: list[Path], known: "set[Path | None]") -> "list[ViewedRun]":
-    """The runs in the folders that are not among the `known`, which they are then."""
+def _begun_since(folders: list[Path], known_dirs: "set[Path | None]") -> "list[ViewedRun]":
+    """The runs in the folders that are not among the `known_dirs`, which they are then."""
     from lightning_rl.inspect.recorded import NotRecorded
     from lightning_rl.viewer.run import ViewedRun
     from lightning_rl.viewer.run_folder import runs_below
 
     try:
-        fresh = [run_dir for run_dir in runs_below(folders or [Path("runs")]) if run_dir not in known]
+        fresh = [run_dir for run_dir in runs_below(folders or [Path("runs")]) if run_dir not in known_dirs]
     except NotRecorded:  # the folder is gone, and what was read of its runs is still there
         return []
-    known.update(fresh)
+    known_dirs.update(fresh)
     return [ViewedRun(run_dir, _attached(run_dir)) for run_dir in fresh]
 
 

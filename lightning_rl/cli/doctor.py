@@ -27,5 +27,5 @@ def run(
 
     if folder is not None and run_dir is not None:
         raise typer.BadParameter("the run's folder is given twice: leave --run-dir out")
-    found = diagnose(gather(folder or run_dir or recorded.newest_run()))
-    typer.echo(msgspec.json.encode(found).decode() if as_json else "\n".join(draw.diagnosis(found)))
+    diagnosis = diagnose(gather(folder or run_dir or recorded.newest_run()))
+    typer.echo(msgspec.json.encode(diagnosis).decode() if as_json else "\n".join(draw.diagnosis(diagnosis)))

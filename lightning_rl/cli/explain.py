@@ -47,16 +47,16 @@ def run(
             _show(forks, draw.run(forks), as_json=as_json)
             return
         trace = recorded.trace(connection, recorded.find(connection, rollout))
-    known = folder.beside(place, trace.rollout)
-    trace = folder.with_trained_calls(known.config, trace)
-    training = folder.trained_by(known.config, known.found, known.not_recorded)
+    context = folder.beside(place, trace.rollout)
+    trace = folder.with_trained_calls(context.config, trace)
+    training = folder.trained_by(context.config, context.found, context.not_recorded)
     try:
         if call is None:
             view = msgspec.structs.replace(explain(trace, training), run_dir=str(place.resolve()))
             _show(view, draw.rollout(view), as_json=as_json)
             return
         attempt, call_id = calls.find(trace, call)
-        one = calls.detail(trace, attempt, call_id, training, decode=folder.decoder(place, known.config))
+        one = calls.detail(trace, attempt, call_id, training, decode=folder.decoder(place, context.config))
     except ForestError as error:
         raise recorded.NotRecorded(
             f"rollout {trace.rollout.rollout_id} of {place.resolve()} is damaged: {error}"
@@ -65,8 +65,8 @@ def run(
     if now:
         from lightning_rl.ppo.local_workers import register_model_code
 
-        if known.config is not None:
-            register_model_code(known.config)
+        if context.config is not None:
+            register_model_code(context.config)
         one = _with_now(one, calls.path_of(attempt, call_id), media_of(attempt.spans), place)
     if token is not None:
         one = calls.of_token(one, token)

@@ -43,14 +43,14 @@ def run(
 
     settings = compose(file=config, command_line=list(overrides or ()), schema=TrainConfig)
     hardware, settings = hardware_of(settings, gpus)
-    found = plans(settings, hardware)
+    by_policy = plans(settings, hardware)
     if as_json:
-        told = {name: plan.as_json() for name, plan in found.items()}
-        typer.echo(json.dumps({"policies": told} if settings.policies else told[""]))
+        policies = {name: plan.as_json() for name, plan in by_policy.items()}
+        typer.echo(json.dumps({"policies": policies} if settings.policies else policies[""]))
     else:
-        for name, plan in found.items():
+        for name, plan in by_policy.items():
             if name:
                 typer.echo(f"policy {name}:")
             typer.echo("\n".join(plan.lines()))
-    if not all(plan.fits for plan in found.values()):
+    if not all(plan.fits for plan in by_policy.values()):
         raise typer.Exit(1)

@@ -66,15 +66,15 @@ def _engine(config: Config) -> str:
         return rollout.name
     python = rollout.python or sys.executable
     try:
-        told = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=_ASK_SECONDS)
+        result = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=_ASK_SECONDS)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"actor_rollout_ref.rollout.python={python!r} is no Python that starts: {error}") from error
-    if told.returncode:
+    if result.returncode:
         raise ConfigError(
             f"there is no vLLM in the environment of {python}: install it there (`pip install vllm`), or set "
             "actor_rollout_ref.rollout.python to the interpreter of one that has it"
         )
-    return f"vllm {told.stdout.strip()} of {python}"
+    return f"vllm {result.stdout.strip()} of {python}"
 
 
 def parameters(folder: Path) -> int:
@@ -90,17 +90,17 @@ def memory(config: Config, stated: str | None = None) -> str:
     """
     if stated is not None or device_of(config.trainer.device).type == "cuda":
         hardware, config = hardware_of(config, stated)
-        told = {name: plan.summary() for name, plan in plans(config, hardware).items()}
-        return "; ".join(f"{name}: {said}" if name else said for name, said in told.items())
+        summaries = {name: plan.summary() for name, plan in plans(config, hardware).items()}
+        return "; ".join(f"{name}: {text}" if name else text for name, text in summaries.items())
     config = with_keys(config, {"actor_rollout_ref.rollout.free_cache_engine": False})  # a CPU has no memory to give
     available = _available()
-    found = budgets(config, Hardware(card(available / GIB)), on_gpu=False)
-    fullest = max((each.fullest for each in found.values()), key=lambda phase: phase.total)
+    by_policy = budgets(config, Hardware(card(available / GIB)), on_gpu=False)
+    fullest = max((each.fullest for each in by_policy.values()), key=lambda phase: phase.total)
     needed = (fullest.total + _teachers_bytes(config)) * config.trainer.workers
-    said = f"{needed / _GB:.1f} GB at most ({fullest.name}); {available / _GB:.1f} GB are free"
+    text = f"{needed / _GB:.1f} GB at most ({fullest.name}); {available / _GB:.1f} GB are free"
     if needed <= available:
-        return said
-    return f"{said}: IT DOES NOT FIT; set actor_rollout_ref.model.lora_rank, or take a smaller model"
+        return text
+    return f"{text}: IT DOES NOT FIT; set actor_rollout_ref.model.lora_rank, or take a smaller model"
 
 
 def _teachers_bytes(config: Config) -> int:

@@ -94,17 +94,17 @@ def _improved(run_dir: Path, algorithm: "PPO", last: int, most: int = 3) -> list
     from lightning_rl.store.sql import SqlStore
 
     seed, run = algorithm.config.data.seed, algorithm.state.run_id
-    found: list[tuple[int, str, str]] = []
+    improved: list[tuple[int, str, str]] = []
     with contextlib.closing(SqlStore(f"sqlite:///{run_dir / 'store.db'}")) as store:
         for index in itertools.count():
             names = [f"val-{seed}-{step}-{index}-0.{run}" for step in (0, last)]
             traces = store.traces(names)
-            if len(traces) < 2 or len(found) == most:
+            if len(traces) < 2 or len(improved) == most:
                 break
             before, after = (traces[name] for name in names)
             if before.rollout.reward == 0 and after.rollout.reward == 1:
-                found.append((index, _transcript("before", before), _transcript("after", after)))
-    return found
+                improved.append((index, _transcript("before", before), _transcript("after", after)))
+    return improved
 
 
 def _transcript(when: str, trace: Any) -> str:

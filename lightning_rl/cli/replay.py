@@ -50,12 +50,12 @@ def run(
         resources = resources_of(connection, trace.rollout.resources_id)
     ThreadingInstrumentor().instrument()  # as in a runner: what the agent's threads emit is the rollout's
     setting = _setting(run_dir, config, trace, tokenizer, renderer)
-    found = replay(trace, _agent(run_dir, config, agent), resources, setting)
+    result = replay(trace, _agent(run_dir, config, agent), resources, setting)
     if as_json:
-        typer.echo(msgspec.json.encode(msgspec.to_builtins(found) | {"agrees": found.agrees}).decode())
+        typer.echo(msgspec.json.encode(msgspec.to_builtins(result) | {"agrees": result.agrees}).decode())
     else:
-        _show(found)
-    if not found.agrees:
+        _show(result)
+    if not result.agrees:
         raise typer.Exit(1)
 
 
@@ -99,33 +99,33 @@ def _setting(
     )
 
 
-def _show(found: "Replay") -> None:
+def _show(result: "Replay") -> None:
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    for line in _lines(found):
+    for line in _lines(result):
         console.print(line)
-    if found.divergence is not None:
-        _show_divergence(found.divergence)
-    typer.echo("All of it agrees." if found.agrees else "It does not agree.")
+    if result.divergence is not None:
+        _show_divergence(result.divergence)
+    typer.echo("All of it agrees." if result.agrees else "It does not agree.")
 
 
-def _lines(found: "Replay") -> Iterator[str]:
-    lost = f" ({found.undelivered} more were never delivered)" if found.undelivered else ""
-    yield f"rollout {found.rollout_id}, attempt {found.attempt_id}"
-    yield "calls".ljust(_LABEL) + f"{found.calls_replayed} of {found.calls_recorded} replayed{lost}"
-    if found.divergence is not None:
+def _lines(result: "Replay") -> Iterator[str]:
+    lost = f" ({result.undelivered} more were never delivered)" if result.undelivered else ""
+    yield f"rollout {result.rollout_id}, attempt {result.attempt_id}"
+    yield "calls".ljust(_LABEL) + f"{result.calls_replayed} of {result.calls_recorded} replayed{lost}"
+    if result.divergence is not None:
         return  # what an agent makes of a refusal says nothing
     for name in ("rewards", "call_rewards", "error"):
-        then = _said(found.recorded, name)
-        now = "the agent did not end" if found.now is None else _said(found.now, name)
+        then = _said(result.recorded, name)
+        now = "the agent did not end" if result.now is None else _said(result.now, name)
         if (then, now) != ("none", "none"):
             label = name.replace("_", " ")
             yield f"{label} then".ljust(_LABEL) + then
             yield f"{label} now".ljust(_LABEL) + now
-    if found.given_later:
+    if result.given_later:
         yield " " * _LABEL + "the final reward was given from outside the agent, which a replay is not"
-    for number, names in found.other_sampling.items():
+    for number, names in result.other_sampling.items():
         other = ", ".join(f"{name} {now} (then {then})" for name, (then, now) in names.items())
         yield f"call {number} is asked with other sampling: {other}"
 
@@ -140,22 +140,22 @@ def _said(ending: "ReplayEnding", name: str) -> str:
     return ", ".join(f"{name} {number:g}" for name, number in pairs)
 
 
-def _show_divergence(found: "Divergence") -> None:
+def _show_divergence(divergence: "Divergence") -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     console = Console(highlight=False)
-    console.print(Text(f"\nStopped: {found.why}"))
-    if found.token is not None and found.before is not None:
-        console.print(Text(f"  up to token {found.token}  ...{found.before!r}"))
-        console.print(Text(f"  recorded        {found.recorded_text!r}..."))
-        console.print(Text(f"  now             {found.text!r}..."))
-    if found.message is not None:
-        table = Table(title=f"message {found.message}", title_justify="left")
+    console.print(Text(f"\nStopped: {divergence.why}"))
+    if divergence.token is not None and divergence.before is not None:
+        console.print(Text(f"  up to token {divergence.token}  ...{divergence.before!r}"))
+        console.print(Text(f"  recorded        {divergence.recorded_text!r}..."))
+        console.print(Text(f"  now             {divergence.text!r}..."))
+    if divergence.message is not None:
+        table = Table(title=f"message {divergence.message}", title_justify="left")
         table.add_column("recorded", ratio=1)
         table.add_column("now", ratio=1)
-        table.add_row(*map(Text, side_by_side(found.recorded_message, found.new_message)))
+        table.add_row(*map(Text, side_by_side(divergence.recorded_message, divergence.new_message)))
         console.print(table)
 
 

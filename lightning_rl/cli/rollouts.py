@@ -69,20 +69,20 @@ def list_rollouts(
     from lightning_rl.inspect.rollout_source import Which
 
     with _place(run_dir, url) as place:
-        found = place.newest(Which(status=status, mode=mode, group_id=group), limit + 1)
-    are_more, found = len(found) > limit, found[-limit:]
+        rollouts = place.newest(Which(status=status, mode=mode, group_id=group), limit + 1)
+    are_more, rollouts = len(rollouts) > limit, rollouts[-limit:]
     if as_json:
-        for rollout in found:
+        for rollout in rollouts:
             _tell_json(rollout)
         return
     table = Table(box=None, pad_edge=False)
     for name in _columns():
         table.add_column(name, no_wrap=True, justify="right" if name in ("tries", "reward", "seconds") else "left")
-    for rollout in found:
+    for rollout in rollouts:
         table.add_row(*_cells(rollout))
     console = Console(highlight=False, markup=False)
     console.width = console.width if console.is_terminal else max(console.width, _PIPED_WIDTH)
-    console.print(table if found else "no such rollouts")
+    console.print(table if rollouts else "no such rollouts")
     if are_more:
         typer.echo(f"these are the newest {limit}; more with --limit {10 * limit}", err=True)
 
@@ -271,7 +271,7 @@ def _cells(rollout: Rollout) -> tuple[str, ...]:
 
     seconds = "-" if rollout.ended_at is None else f"{rollout.ended_at - rollout.created_at:.1f}"
     error = rollout.error
-    said = msgspec.json.encode(rollout.task).decode() if error is None else f"{error.type}: {error.message}"
+    text = msgspec.json.encode(rollout.task).decode() if error is None else f"{error.type}: {error.message}"
     return (
         rollout.rollout_id,
         rollout.status,
@@ -280,7 +280,7 @@ def _cells(rollout: Rollout) -> tuple[str, ...]:
         str(rollout.attempt_count),
         "-" if rollout.reward is None else f"{rollout.reward:g}",
         seconds,
-        draw.first_words(said, _WORDS),
+        draw.first_words(text, _WORDS),
     )
 
 
@@ -337,7 +337,7 @@ def _named(rewards: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:g}" for name, value in rewards.items())
 
 
-def _tell_json(told: Any) -> None:
+def _tell_json(value: Any) -> None:
     import msgspec
 
-    typer.echo(msgspec.json.encode(told).decode())
+    typer.echo(msgspec.json.encode(value).decode())

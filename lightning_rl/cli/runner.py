@@ -101,13 +101,13 @@ def run(
 
 def _wait_for(servers: "Sequence[HttpStore]") -> None:
     """Wait until one of the servers answers; the others are waited for as they go away. Raises as `_answers`."""
-    told: set[str] = set()
+    seen_urls: set[str] = set()
     while True:
         away = [server.url for server in servers if not _answers(server)]
         for url in away:
-            if url not in told:
+            if url not in seen_urls:
                 typer.echo(f"Waiting for {url}: nothing answers there.")
-        told.update(away)
+        seen_urls.update(away)
         if len(away) < len(servers):
             return
         time.sleep(_AWAY_SECONDS)

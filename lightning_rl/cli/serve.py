@@ -235,11 +235,11 @@ def engine_request(word: str, model: str) -> "EngineRequest":
 
     kind_and_name, _, url = word.partition("=")
     kind, _, name = kind_and_name.partition(":")
-    given = {"kind": kind, "model": name or model, "url": url or None}
+    fields = {"kind": kind, "model": name or model, "url": url or None}
     if kind == "openai":
-        given["api_key"] = os.environ.get(ENGINE_KEY)
+        fields["api_key"] = os.environ.get(ENGINE_KEY)
     try:
-        return msgspec.convert(given, EngineRequest)
+        return msgspec.convert(fields, EngineRequest)
     except msgspec.ValidationError as error:
         kinds = "embedded[=URL], vllm=URL, sglang=URL, openai[:MODEL]=URL or litellm:MODEL[=URL]"
         raise ServeRefused(f"--engine {word}: {error}; give {kinds}") from error
@@ -259,9 +259,9 @@ def template_kwargs(text: str) -> dict[str, Any]:
 
 def one_of(option: str, word: str, words: Sequence[W]) -> W:
     """The one of `words` that an option names. Raises ServeRefused."""
-    for known in words:
-        if word == known:
-            return known
+    for choice in words:
+        if word == choice:
+            return choice
     raise ServeRefused(f"{option} {word}: give {' or '.join(words)}")
 
 
@@ -280,8 +280,8 @@ def housekeeping_rules(words: list[str]) -> dict[str, list[str]]:
     """The texts by program. Raises ServeRefused."""
     rules: dict[str, list[str]] = {}
     for word in words:
-        program, found, text = word.partition("=")
-        if not found or not program:
+        program, separator, text = word.partition("=")
+        if not separator or not program:
             raise ServeRefused(f"--housekeeping is PROGRAM=TEXT, not {word!r}")
         rules.setdefault(program, []).extend([text] if text else [])
     return rules
@@ -322,13 +322,13 @@ def tokenizer_folder(path: str) -> Path:
 def _keys(host: str) -> tuple[str, str]:
     """The admin's and the runners' key, "" where none is set. Raises ServeRefused for such as cannot be used at
     `host`."""
-    given = {name: taken_from_environment(name) for name in (ADMIN_KEY, RUNNER_KEY)}
-    for name, key in given.items():
+    keys = {name: taken_from_environment(name) for name in (ADMIN_KEY, RUNNER_KEY)}
+    for name, key in keys.items():
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise ServeRefused(f"{name} holds what no header can: use letters, digits and punctuation")
         if key and len(key) < SHORTEST and not is_loopback(host):
             raise ServeRefused(f"{name} has {len(key)} characters; on {host} it needs at least {SHORTEST}")
-    admin, runner = given.values()
+    admin, runner = keys.values()
     if not admin and not is_loopback(host):
         raise ServeRefused(f"on {host}, which others can reach, set a key of your own: {ADMIN_KEY}, in the environment")
     if admin and admin == runner:
@@ -336,10 +336,10 @@ def _keys(host: str) -> tuple[str, str]:
     return admin, runner
 
 
-def _run_dir(store: str, given: Path | None) -> Path:
+def _run_dir(store: str, run_dir: Path | None) -> Path:
     """The run folder; by default beside the store, so that the journal of one is replayed into no other."""
     if store.startswith(_POSTGRESQL):
-        return (given or Path(f"{_database(store)}-server")).resolve()
+        return (run_dir or Path(f"{_database(store)}-server")).resolve()
     from lightning_rl.store.databases import shown
 
     database = Path(store.removeprefix(_SQLITE))
@@ -350,7 +350,7 @@ def _run_dir(store: str, given: Path | None) -> Path:
         )
     if not database.parent.is_dir():
         raise ServeRefused(f"--store {store}: there is no folder {database.parent.resolve()}; make it, or name another")
-    return (given or database.with_name(f"{database.stem}-server")).resolve()
+    return (run_dir or database.with_name(f"{database.stem}-server")).resolve()
 
 
 def _database(store: str) -> str:
@@ -368,12 +368,12 @@ def _database(store: str) -> str:
     return url.database
 
 
-def _url(given: str | None, host: str, port: int) -> str | None:
+def _url(url: str | None, host: str, port: int) -> str | None:
     """Where agents reach the server; None: where it listens."""
-    if given is not None:
-        if not given.startswith(("http://", "https://")):
-            raise ServeRefused(f"--url {given} is no URL; give http://... or https://...")
-        return given.rstrip("/")
+    if url is not None:
+        if not url.startswith(("http://", "https://")):
+            raise ServeRefused(f"--url {url} is no URL; give http://... or https://...")
+        return url.rstrip("/")
     if host in ("0.0.0.0", "::"):  # which is no place to go to
         if port == 0:
             raise ServeRefused(f"name a --port, or a --url: agents cannot be sent to a free port of {host}")

@@ -49,15 +49,15 @@ def run(
     from lightning_rl.config import ConfigError, compose
     from lightning_rl.config.schema import TrainConfig
 
-    given = list(overrides or ())
+    command_line = list(overrides or ())
     if resume is not None:
         if run_dir is not None or config is not None:
             raise ConfigError("--resume takes the run folder's own configuration: leave --run-dir and --config out")
         run_dir, config = resume, resume / "config.yaml"
         if not config.is_file():
             raise ConfigError(f"{resume.resolve()} holds no run of `lightning-rl sft`: there is no config.yaml in it")
-        given.append("trainer.resume_mode=auto")
-    settings = compose(file=config, command_line=given, schema=TrainConfig)
+        command_line.append("trainer.resume_mode=auto")
+    settings = compose(file=config, command_line=command_line, schema=TrainConfig)
     agent = None if settings.sft.teacher is None else agent_of(settings, None)
     folder = folder_of(settings, run_dir)
     try:

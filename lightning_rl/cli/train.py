@@ -112,7 +112,7 @@ def run(
     """
     from lightning_rl.config import ConfigError
 
-    given = list(overrides or ())
+    command_line = list(overrides or ())
     if resume is not None:
         if run_dir is not None or config is not None:
             raise ConfigError("--resume takes the run folder's own configuration: leave --run-dir and --config out")
@@ -121,12 +121,12 @@ def run(
             sft, config = True, resume / SFT / CONFIG
         if not config.is_file():
             raise ConfigError(f"{resume.resolve()} holds no run of `lightning-rl train`: there is no {CONFIG} in it")
-        given.append("trainer.resume_mode=auto")
+        command_line.append("trainer.resume_mode=auto")
     if from_verl is not None and config is not None:
         raise ConfigError("--from-verl names the configuration: leave --config and --resume out")
     if gpus is not None and not dry_run:
         raise ConfigError("--gpus says on which GPUs a plan is made: add --dry-run")
-    settings, notes = _settings(config, given, from_verl)
+    settings, notes = _settings(config, command_line, from_verl)
     if notes is not None and not as_json:
         typer.echo(_table(notes))
     server = server or None
@@ -153,9 +153,9 @@ def _check_resumed(run_dir: Path, settings: "TrainConfig", server: list[str] | N
         return
     if recorded.is_attached(run_dir):
         urls = recorded.server_urls(run_dir)
-        told = "".join(f" --server {url}" for url in urls)
+        flags = "".join(f" --server {url}" for url in urls)
         raise ConfigError(
-            f"{run_dir.resolve()} is of a run that attached to {' and '.join(urls)}, where its rollouts are: add{told}"
+            f"{run_dir.resolve()} is of a run that attached to {' and '.join(urls)}, where its rollouts are: add{flags}"
         )
     if settings.agent is None and not configured_agents(settings):
         raise ConfigError(
@@ -165,17 +165,17 @@ def _check_resumed(run_dir: Path, settings: "TrainConfig", server: list[str] | N
 
 
 def _settings(
-    config: Path | None, given: list[str], from_verl: Path | None
+    config: Path | None, command_line: list[str], from_verl: Path | None
 ) -> tuple["TrainConfig", "list[Note] | None"]:
     """The configuration, and what became of each key of verl's. Raises ConfigError."""
     from lightning_rl.config import compose, notes_of
     from lightning_rl.config.schema import TrainConfig
 
     if from_verl is None:
-        return compose(base={}, file=config, command_line=given, schema=TrainConfig), None
-    base, config, given = _of_verl(from_verl, given)
-    notes = notes_of(file=config, command_line=given, schema=TrainConfig, theirs=True)
-    return compose(base=base, file=config, command_line=given, schema=TrainConfig), notes
+        return compose(base={}, file=config, command_line=command_line, schema=TrainConfig), None
+    base, config, command_line = _of_verl(from_verl, command_line)
+    notes = notes_of(file=config, command_line=command_line, schema=TrainConfig, theirs=True)
+    return compose(base=base, file=config, command_line=command_line, schema=TrainConfig), notes
 
 
 def _of_verl(file: Path, further: list[str]) -> tuple[dict[str, Any], Path | None, list[str]]:
@@ -201,9 +201,9 @@ def _table(notes: "list[Note]") -> str:
         (f"{note.key}={note.value}", f"{sign[note.kind]} {note.text}".rstrip(" ="))
         for note in sorted(notes, key=lambda note: order.index(note.kind))
     ]
-    width = min(_WIDEST, max((len(given) for given, _ in lines), default=0))
+    width = min(_WIDEST, max((len(setting) for setting, _ in lines), default=0))
     counted = ", ".join(f"{sum(note.kind == kind for note in notes)} {kind}" for kind in order)
-    return "\n".join([*(f"{given:<{width}}  {became}".rstrip() for given, became in lines), f"{counted}", ""])
+    return "\n".join([*(f"{setting:<{width}}  {became}".rstrip() for setting, became in lines), f"{counted}", ""])
 
 
 def _train(
@@ -294,13 +294,13 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
     model = settings.actor_rollout_ref.model.path
     folder = preflight.model_folder_here(settings)
     engine = preflight.engine(settings)
-    found = tasks.datasets(settings, None, None, None)
+    datasets = tasks.datasets(settings, None, None, None)
     try:
-        scored = tasks.grader_of(settings, algorithm.rules.grader, found) is not algorithm.rules.grader
+        scored = tasks.grader_of(settings, algorithm.rules.grader, datasets) is not algorithm.rules.grader
         rewards = "the scorers of the tasks' data_source" if scored else _rewards_of(settings)
     except ConfigError as error:
         rewards = f"NONE, AND IT WOULD NOT BEGIN: {error}"
-    train, val, _ = found if folder is None else tasks.without_overlong(settings, folder, found)
+    train, val, _ = datasets if folder is None else tasks.without_overlong(settings, folder, datasets)
     steps = 0 if settings.trainer.val_only else algorithm.steps(len(train))
     numbers = None if folder is None else preflight.parameters(folder)
     processes = algorithm.isolation == "process" or settings.command is not None

@@ -139,7 +139,7 @@ def detail(
     """
     if attempt.attempt.attempt_id != trace.rollout.counting_attempt_id:
         run = run._replace(found=None, not_recorded=None)
-    found = run.found
+    step_and_rollout = run.found
     tree = forest.build(calls_of(attempt.spans))
     numbers = numbers_of(tree)
     call = tree.nodes[call_id].call
@@ -176,14 +176,14 @@ def detail(
         answer=list(attributes.get(semconv.OUTPUT_MESSAGES) or ()),
         rewards=attempt.attempt.rewards,
         call_rewards=_own_rewards(attempt, call_id),
-        training=found and trained.call_training(found, call_id),
-        rollout_training=None if found is None else trained.rollout_training(found),
+        training=step_and_rollout and trained.call_training(step_and_rollout, call_id),
+        rollout_training=None if step_and_rollout is None else trained.rollout_training(step_and_rollout),
         not_recorded=run.not_recorded,
         sampler_is_old=run.sampler_is_old,
         rows=[view.number for view in views],
         trained_in=owner if in_row else None,
         row_excluded=row_excluded,
-        tokens=_tokens(call, found, in_row, decode),
+        tokens=_tokens(call, step_and_rollout, in_row, decode),
         media=call.media,
     )
 
@@ -212,9 +212,9 @@ def _own_rewards(attempt: AttemptTrace, call_id: str) -> dict[str, float]:
     return added_up(rewards_by_call(attempt.rewards, names_of(attempt.spans)).get(call_id, ()))
 
 
-def _tokens(call: Call, found: Found | None, in_row: bool, decode: Decode | None) -> list[TokenView]:
+def _tokens(call: Call, step_and_rollout: Found | None, in_row: bool, decode: Decode | None) -> list[TokenView]:
     sampled = len(call.response_ids)
-    record = found[1].calls.get(call.call_id) if found else None
+    record = step_and_rollout[1].calls.get(call.call_id) if step_and_rollout else None
     places = trained.places(record, sampled) if record else range(sampled) if in_row else ()
     trainers = trainer_logprobs(record, sampled)
     mask = set(places)

@@ -83,12 +83,12 @@ def describe(trace: RolloutTrace, trajectory: Trajectory, tokenizer: FastTokeniz
 def _calls(tree: Forest, attributes: dict[str, dict[str, Any]]) -> Iterator[Text]:
     numbers = numbers_of(tree)
     for call_id, node in tree.nodes.items():
-        call, found = node.call, attributes[call_id]
+        call, of_call = node.call, attributes[call_id]
         after = f", continues call {numbers[call.parent_id]}" if call.parent_id else ""
         by = f", agent {call.agent}" if call.agent else ""
         yield Text(f"    call {numbers[call_id]}{after}{by}: finish reason {call.finish_reason}")
-        answered = found.get(semconv.OUTPUT_MESSAGES) or ()
-        for message in [*found[semconv.INPUT_MESSAGES], *answered]:
+        answered = of_call.get(semconv.OUTPUT_MESSAGES) or ()
+        for message in [*of_call[semconv.INPUT_MESSAGES], *answered]:
             yield Text(f"      {message.get('role', '?'):>9}  {_short(words_of(message))}")
         if not answered:
             yield Text("      no whole answer: the agent left before its end")

@@ -110,8 +110,8 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 def _found(checks: Iterable[Check], evidence: Evidence) -> Iterator[Finding]:
     for check in checks:
-        found = check(evidence)
-        yield from [found] if isinstance(found, Finding) else found or ()
+        result = check(evidence)
+        yield from [result] if isinstance(result, Finding) else result or ()
 
 
 def _policies(evidence: Evidence) -> Sequence[tuple[str | None, Evidence]]:
@@ -130,7 +130,7 @@ def looked_at(evidence: Evidence) -> dict[str, float]:
     }
     for name, of_policy in _policies(evidence):
         prefix = "" if name is None else f"{name}: "
-        numbers |= {f"{prefix}{what}": number for what, number in _of_learning(of_policy).items()}
+        numbers |= {f"{prefix}{label}": number for label, number in _of_learning(of_policy).items()}
     return {name: float(number) for name, number in numbers.items() if number is not None}
 
 
@@ -154,12 +154,14 @@ def _groups_without_variance(evidence: Evidence) -> Finding | None:
     if share < MUCH or not evidence.settings.rewards_count:
         return None
     same = all(map(_same_rewards, alike))
-    what = "rewards that are all the same" if same else "rollouts of which the estimator finds none better than another"
+    trait = (
+        "rewards that are all the same" if same else "rollouts of which the estimator finds none better than another"
+    )
     return Finding(
         name="groups_without_variance",
         severity="stops learning" if share >= NEARLY_ALL else "slows learning",
         number=share,
-        told=f"{share:.0%} of {len(groups)} groups have {what}: their advantages do not differ",
+        told=f"{share:.0%} of {len(groups)} groups have {trait}: their advantages do not differ",
         advice="take tasks that are solved sometimes, raise actor_rollout_ref.rollout.n or the temperature, or give "
         "finer rewards",
         steps=_steps(evidence),
@@ -220,21 +222,21 @@ def _no_logprobs(evidence: Evidence) -> Finding | None:
 
 
 def _rewritten(evidence: Evidence) -> Finding | None:
-    found = evidence.rewritten
-    share = _share(found.rollouts.count, found.of) or 0.0
+    counts = evidence.rewritten
+    share = _share(counts.rollouts.count, counts.of) or 0.0
     if share < MUCH:
         return None
-    times = found.times / found.rollouts.count
+    times = counts.times / counts.rollouts.count
     return Finding(
         name="history_rewritten",
         severity="look at it",
         number=share,
-        told=f"in {found.rollouts.count} of {found.of} rollouts of three calls and more every call begins anew: each "
+        told=f"in {counts.rollouts.count} of {counts.of} rollouts of three calls and more every call begins anew: each "
         f"is a row of its own, and together they have {times:.1f} times the tokens of the longest",
         advice="all of it is trained, it costs more. Some frameworks write their history anew on principle "
         "(docs/works-with.md: DSPy, LlamaIndex's ReActAgent); an agent with tool calls makes one row. Where the calls "
         "have nothing in common, nothing is lost",
-        rollout=found.rollouts.rollout,
+        rollout=counts.rollouts.rollout,
     )
 
 
@@ -271,10 +273,10 @@ def _truncation(evidence: Evidence) -> Finding | None:
 
 def _mismatch(evidence: Evidence) -> Finding | None:
     logged = _values(evidence.metrics[-RECENT:], "training/rollout_probs_diff_mean")
-    found = [*logged, *evidence.gaps.values()]
+    gaps = [*logged, *evidence.gaps.values()]
     worst = max(evidence.gaps, key=lambda rollout: evidence.gaps[rollout], default=None)
     number = max(_mean(logged) or 0.0, _mean(list(evidence.gaps.values())) or 0.0)
-    if not found or number < GAP_SEEN:
+    if not gaps or number < GAP_SEEN:
         return None
     return Finding(
         name="logprob_mismatch",
@@ -437,16 +439,16 @@ def _stands_still(evidence: Evidence) -> Finding | None:
 
 
 def _unused_names(evidence: Evidence) -> Iterator[Finding]:
-    settings, known = evidence.settings, evidence.reward_names
+    settings, reward_names = evidence.settings, evidence.reward_names
     named = {"algorithm.credit.weights": settings.weights, "algorithm.gdpo_reward_keys": settings.compared}
     for key, weights in named.items():
-        for name in (name for name in weights if evidence.rollouts and name not in known):
+        for name in (name for name in weights if evidence.rollouts and name not in reward_names):
             yield Finding(
                 name=f"reward_never_given_{name}",
-                severity="slows learning" if known & weights.keys() else "stops learning",
+                severity="slows learning" if reward_names & weights.keys() else "stops learning",
                 number=weights[name],
                 told=f"{key} has {name!r} (weight {weights[name]:g}), and no rollout gave a reward of that name; given "
-                f"were {', '.join(sorted(known)) or 'none at all'}",
+                f"were {', '.join(sorted(reward_names)) or 'none at all'}",
                 advice=f"emit_reward(..., name={name!r}) in the agent, or take the name out of {key}",
                 rollout=_newest_rollout(evidence),
             )

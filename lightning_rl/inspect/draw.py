@@ -58,9 +58,9 @@ def attempt(view: AttemptView) -> Iterator[str]:
         yield f"  error  {first_words(view.error, _TASK)}"
     yield from (f"  {line}" for line in trees(view.calls))
     for title, lines in (("forks", forks(view.forks)), ("rows", _rows(view.rows))):
-        told = [f"    {line}" for line in lines]
-        yield f"  {title}  {'' if told else 'none'}"
-        yield from told
+        indented = [f"    {line}" for line in lines]
+        yield f"  {title}  {'' if indented else 'none'}"
+        yield from indented
     yield from _rewritten(view)
     yield from _log(view.log)
 
@@ -92,7 +92,7 @@ def run(found: RunForks) -> list[str]:
     if found.most:
         lines += ["", f"rollouts with most (lightning-rl explain ROLLOUT --run-dir {shlex.quote(found.run_dir)}):"]
     for rollout_id, counts in found.most.items():
-        lines.append(f"  {rollout_id}  {', '.join(f'{what} {n}' for what, n in counts.items())}")
+        lines.append(f"  {rollout_id}  {', '.join(f'{kind} {n}' for kind, n in counts.items())}")
     return lines
 
 
@@ -136,8 +136,8 @@ def forks(found: Sequence[ExplainedFork]) -> Iterator[str]:
         if fork.cause is not None:
             yield f"call {fork.calls[0]} begins anew: {fork.cause}{_at(fork)}"
         else:
-            what = "samples of one prompt" if fork.same_prompt else "different ways on"
-            yield f"calls {_listed(fork.calls)} continue call {fork.after}: {len(fork.calls)} {what}"
+            kind = "samples of one prompt" if fork.same_prompt else "different ways on"
+            yield f"calls {_listed(fork.calls)} continue call {fork.after}: {len(fork.calls)} {kind}"
 
 
 def row(view: RowView) -> str:
@@ -149,8 +149,8 @@ def row(view: RowView) -> str:
 
 def row_calls(view: RowView) -> str:
     """The calls that a row holds, those that it trains in brackets; a call left out for itself with its reason."""
-    told = {"trained": "[{}]", "context": "{}", view.excluded: "{}"}
-    return " ".join(told.get(call.part, f"{{}} ({call.part})").format(call.number) for call in view.calls)
+    templates = {"trained": "[{}]", "context": "{}", view.excluded: "{}"}
+    return " ".join(templates.get(call.part, f"{{}} ({call.part})").format(call.number) for call in view.calls)
 
 
 def row_words(cut: Row, decode: Callable[[list[int]], str]) -> Iterator[tuple[str, bool]]:
@@ -214,9 +214,9 @@ def call(view: CallDetail, *, whole: bool = False) -> list[str]:
     lines += [f"  {name:<13}{value}" for name, value in _facts(view)]
     for title, messages in (("adds", view.messages), ("answers", view.answer)):
         for message in messages:
-            said = words_of(message)
-            said = said if whole else first_words(said, _MESSAGE)
-            lines.append(f"  {title:<13}{message.get('role', '?')}: {said}".replace("\n", "\\n"))
+            text = words_of(message)
+            text = text if whole else first_words(text, _MESSAGE)
+            lines.append(f"  {title:<13}{message.get('role', '?')}: {text}".replace("\n", "\\n"))
     return [*lines, "", *(f"  {line}".rstrip() for line in tokens(view, whole=whole))]
 
 
@@ -310,8 +310,8 @@ def _facts(view: CallDetail) -> Iterator[tuple[str, str]]:
     yield "rewards", f"of the attempt {_named(view.rewards)}; of this call {_named(view.call_rewards)}"
     if view.rollout_training is not None:
         yield "training", rollout_training(view.rollout_training)
-        told = "no call of the policy" if view.training is None else call_training(view.training)
-        yield "", told
+        text = "no call of the policy" if view.training is None else call_training(view.training)
+        yield "", text
     if view.sampler_is_old:
         yield "", "the sampler's logprobs were taken for the trainer's (algorithm.rollout_correction.bypass_mode)"
     if view.not_recorded is not None:
@@ -381,8 +381,8 @@ def _call(call: CallView) -> str:
     images = [f"{call.images} image{'s' if call.images > 1 else ''}"] if call.images else []
     facts = [f"+{call.prompt_tokens} prompt", *images, f"{call.sampled_tokens} sampled", call.finish_reason, versions]
     answered = first_words(call.answered, _SAID)
-    said = f"{first_words(call.asked, _SAID)} → {f'[{answered}]' if call.trained else answered}"
-    return f"call {call.number}{agent}: {', '.join([*facts, *call.marks])} | {said}"
+    exchange = f"{first_words(call.asked, _SAID)} → {f'[{answered}]' if call.trained else answered}"
+    return f"call {call.number}{agent}: {', '.join([*facts, *call.marks])} | {exchange}"
 
 
 def _at(fork: ExplainedFork) -> str:

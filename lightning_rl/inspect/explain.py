@@ -213,7 +213,7 @@ def _call(
 ) -> CallView:
     call = node.call
     number = numbers[call.call_id]
-    asked, answered = (attributes.get(name) or [{}] for name in (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES))
+    messages, answers = (attributes.get(name) or [{}] for name in (semconv.INPUT_MESSAGES, semconv.OUTPUT_MESSAGES))
     return CallView(
         number=number,
         call_id=call.call_id,
@@ -225,8 +225,8 @@ def _call(
         finish_reason=call.finish_reason,
         policy_versions=sorted({version.version for version in call.versions}),
         marks=marks_of(call),
-        asked=words_of(asked[-1]),
-        answered=words_of(answered[0]),
+        asked=words_of(messages[-1]),
+        answered=words_of(answers[0]),
         trained=number in in_rows,
         training=training,
         images=len(call.media),
@@ -241,18 +241,18 @@ def marks_of(call: Call) -> list[str]:
 
 def _forks(tree: Forest, numbers: dict[str, int], attributes: dict[str, dict[str, Any]]) -> list[ExplainedFork]:
     """The forks in order of the first call that made them one."""
-    found: list[tuple[int, ExplainedFork]] = []
+    numbered: list[tuple[int, ExplainedFork]] = []
     for call_id, node in tree.nodes.items():
         number = numbers[call_id]
         if cause := attributes[call_id].get(semconv.FORK_CAUSE):
             fork = ExplainedFork(calls=[number], cause=cause, at=attributes[call_id].get(semconv.FORK_AT))
-            found.append((number, fork))
+            numbered.append((number, fork))
         if len(node.children) > 1:
             calls = [numbers[child.call.call_id] for child in node.children]
             prompts = {(tuple(child.call.prompt_ids), tuple(child.call.media)) for child in node.children}
             same = len(prompts) == 1 and all(child.call.exact for child in node.children)
-            found.append((calls[1], ExplainedFork(calls=calls, after=number, same_prompt=same)))
-    return [fork for _, fork in sorted(found, key=lambda item: item[0])]
+            numbered.append((calls[1], ExplainedFork(calls=calls, after=number, same_prompt=same)))
+    return [fork for _, fork in sorted(numbered, key=lambda item: item[0])]
 
 
 def _parts(leaf: Node, row: Row, numbers: dict[str, int]) -> list[RowCall]:

@@ -113,8 +113,8 @@ def export(
         if form == "otlp":
             lines = _otlp_lines(_traces(connection, which, limit), calls_alone=what == "calls")
             return file, _written(file, lambda out: _write_raw(out, lines))
-        found = records(connection, run_dir, what, which, limit)
-        return file, _written(file, lambda out: writer(out, found))
+        entries = records(connection, run_dir, what, which, limit)
+        return file, _written(file, lambda out: writer(out, entries))
 
 
 def records(
@@ -143,14 +143,14 @@ def records(
 
 
 def _traces(connection: sa.Connection, which: Which, limit: int | None) -> Iterator[RolloutTrace]:
-    left = limit
+    remaining = limit
     for page in pages(connection, which, page=_TRACES):
-        ids = [rollout.rollout_id for rollout in page][:left]
+        ids = [rollout.rollout_id for rollout in page][:remaining]
         packed = msgspec.msgpack.encode(queries.traces(connection, ids))
         yield from msgspec.msgpack.decode(packed, type=dict[str, RolloutTrace]).values()
-        if left is not None:
-            left -= len(ids)
-            if left <= 0:
+        if remaining is not None:
+            remaining -= len(ids)
+            if remaining <= 0:
                 return
 
 
@@ -190,19 +190,19 @@ def call_records(trace: RolloutTrace, vocabulary: str | None) -> Iterator[Record
     for attempt in trace.attempts:
         tools = tools_of(attempt.spans)
         grown = forest.build(calls_of(attempt.spans))
-        given = rewards_by_call(attempt.rewards, names_of(attempt.spans))
+        by_call = rewards_by_call(attempt.rewards, names_of(attempt.spans))
         attributes = {span.span_id: span.attributes for span in attempt.spans}
         values = credit.final_values(grown, attempt.attempt.reward)
         for one in triplet.iter_triplets(grown, values):
             call = grown.nodes[one.call_id].call
             yield _call(trace.rollout, call, one, attributes[call.call_id]) | {
-                "call_rewards": added_up(given.get(call.call_id, ())),
+                "call_rewards": added_up(by_call.get(call.call_id, ())),
                 "tools": tools.get(attributes[call.call_id].get(semconv.TOOLS) or ""),
                 "vocabulary": vocabulary if call.trainable else None,
             }
 
 
-def _call(rollout: Rollout, call: Call, one: triplet.Triplet, said: Mapping[str, Any]) -> Record:
+def _call(rollout: Rollout, call: Call, one: triplet.Triplet, attributes: Mapping[str, Any]) -> Record:
     return {
         "rollout_id": call.rollout_id,
         "attempt_id": call.attempt_id,
@@ -213,7 +213,7 @@ def _call(rollout: Rollout, call: Call, one: triplet.Triplet, said: Mapping[str,
         "parent_call_id": call.parent_id,
         "agent": call.agent,
         "model": call.model,
-        "dialect": said.get(semconv.DIALECT),
+        "dialect": attributes.get(semconv.DIALECT),
         "finish_reason": call.finish_reason,
         "prompt_token_ids": one.prompt_token_ids,
         "new_prompt_tokens": len(call.prompt_ids),
@@ -222,11 +222,11 @@ def _call(rollout: Rollout, call: Call, one: triplet.Triplet, said: Mapping[str,
         "logprob_kind": call.logprob_kind,
         "policy_versions": call.policy_versions(),
         "temperature": call.temperature,
-        "sampling": said.get(semconv.SAMPLING_EFFECTIVE) or {},
-        "messages": said.get(semconv.INPUT_MESSAGES) or [],
-        "answer": said.get(semconv.OUTPUT_MESSAGES) or [],
+        "sampling": attributes.get(semconv.SAMPLING_EFFECTIVE) or {},
+        "messages": attributes.get(semconv.INPUT_MESSAGES) or [],
+        "answer": attributes.get(semconv.OUTPUT_MESSAGES) or [],
         "reward": one.reward,
-        "fork_cause": said.get(semconv.FORK_CAUSE),
+        "fork_cause": attributes.get(semconv.FORK_CAUSE),
         "delivered": call.delivered,
         "exact": one.exact,
         "trainable": call.trainable,
@@ -261,10 +261,12 @@ class RowReader:
         counting = trace.counting
         if counting is None:
             return
-        found = self._found(rollout)
+        step_and_rollout = self._found(rollout)
         trajectory = self._trajectory(trace)
-        reason = why_excluded(rollout, counting.attempt) or (None if found is None else found[1].left_out)
-        for number, row in enumerate(self._rows(trajectory, found), start=1):
+        reason = why_excluded(rollout, counting.attempt) or (
+            None if step_and_rollout is None else step_and_rollout[1].left_out
+        )
+        for number, row in enumerate(self._rows(trajectory, step_and_rollout), start=1):
             yield {
                 "rollout_id": rollout.rollout_id,
                 "attempt_id": counting.attempt.attempt_id,
@@ -274,7 +276,7 @@ class RowReader:
                 "reward": trajectory.reward,
                 **{name: getattr(row, name) for name in Row.__struct_fields__},
                 "excluded": row.excluded or reason,
-                "step": None if found is None else found[0].step,
+                "step": None if step_and_rollout is None else step_and_rollout[0].step,
             }
 
     def _trajectory(self, trace: RolloutTrace) -> Trajectory:
@@ -283,12 +285,14 @@ class RowReader:
             return trajectory_of(trace, agent_failure=0.0)
         return reader(config, models, selection(config.algorithm.train_agents, None))(trace)
 
-    def _rows(self, trajectory: Trajectory, found: trained.Found | None) -> list[Row]:
+    def _rows(self, trajectory: Trajectory, step_and_rollout: trained.Found | None) -> list[Row]:
         """The rows, without those calls and tokens that the step left out, which its record alone knows."""
         more = {
             call_id: reason
-            for call_id, reason in trained.left_out_calls(found).items()
-            if found is not None and found[1].left_out is None and call_id not in trajectory.why_left_out
+            for call_id, reason in trained.left_out_calls(step_and_rollout).items()
+            if step_and_rollout is not None
+            and step_and_rollout[1].left_out is None
+            and call_id not in trajectory.why_left_out
         }
         cut = trajectory.rows
         if more and not all(row.excluded for row in cut):
@@ -298,7 +302,7 @@ class RowReader:
                 max_tokens=folder.trained_by(self._config).max_tokens,
                 left_out=trajectory.why_left_out | more,
             )
-        trained.leave_out_tokens(cut, found)
+        trained.leave_out_tokens(cut, step_and_rollout)
         return cut
 
     def _found(self, rollout: Rollout) -> trained.Found | None:
@@ -307,14 +311,14 @@ class RowReader:
         if not isinstance(step, int):
             return None
         ahead = bool(rollout.metadata.get("ahead"))
-        known = self._step is not None and (
+        is_loaded = self._step is not None and (
             rollout.rollout_id in self._step[1] if ahead else self._step[0].step == step
         )
-        if not known or self._step is None:
-            found = step_record.find(self._run_dir, rollout.rollout_id, step, ahead=ahead)
-            if found is None:
+        if not is_loaded or self._step is None:
+            step_and_rollout = step_record.find(self._run_dir, rollout.rollout_id, step, ahead=ahead)
+            if step_and_rollout is None:
                 return None
-            self._step = found[0], {record.rollout_id: record for record in found[0].rollouts}
+            self._step = step_and_rollout[0], {record.rollout_id: record for record in step_and_rollout[0].rollouts}
         record = self._step[1].get(rollout.rollout_id)
         return None if record is None else (self._step[0], record)
 
@@ -352,9 +356,9 @@ def _write_raw(out: BinaryIO, lines: Iterable[tuple[bytes, int]]) -> int:
     return count
 
 
-def _write_lines(out: BinaryIO, found: Iterable[Record]) -> int:
+def _write_lines(out: BinaryIO, entries: Iterable[Record]) -> int:
     count = 0
-    for record in found:
+    for record in entries:
         out.write(msgspec.json.encode(record) + b"\n")
         count += 1
     return count
@@ -370,11 +374,11 @@ def _parquet_writer(what: What) -> Callable[[BinaryIO, Iterable[Record]], int]:
             "Parquet needs pyarrow: pip install 'lightning-rl[data]', or choose --format jsonl"
         ) from error
 
-    def write(out: BinaryIO, found: Iterable[Record]) -> int:
+    def write(out: BinaryIO, entries: Iterable[Record]) -> int:
         count = 0
         columns, table = COLUMNS[what], arrow_schema(what)
         with pq.ParquetWriter(out, table, compression="zstd") as file:
-            for group in _groups(found):
+            for group in _groups(entries):
                 flat = [{name: _flat(kind, record[name]) for name, kind in columns.items()} for record in group]
                 file.write_table(pa.Table.from_pylist(flat, schema=table))
                 count += len(group)
@@ -399,11 +403,11 @@ def _flat(kind: str, value: Any) -> Any:
     return msgspec.json.encode(value).decode() if kind == "json" and value is not None else value
 
 
-def _groups(found: Iterable[Record]) -> Iterator[list[Record]]:
+def _groups(entries: Iterable[Record]) -> Iterator[list[Record]]:
     """Records for one row group each, as far as memory goes."""
     group: list[Record] = []
     size = 0
-    for record in found:
+    for record in entries:
         group.append(record)
         size += sum(len(value) for value in record.values() if isinstance(value, (str, list)))
         if len(group) >= _GROUP_RECORDS or size >= _GROUP_SIZE:

@@ -110,11 +110,11 @@ def tokenizer_folder(run_dir: Path, config: TrainConfig | None) -> Path | None:
 def _record_of(run_dir: Path, config: TrainConfig | None, rollout: Rollout) -> tuple[Found | None, str | None]:
     try:
         step, ahead = rollout.metadata.get("step", 0), bool(rollout.metadata.get("ahead"))
-        found = step_record.find(run_dir, rollout.rollout_id, step, ahead=ahead)
+        step_and_rollout = step_record.find(run_dir, rollout.rollout_id, step, ahead=ahead)
     except msgspec.MsgspecError as error:
         raise _unreadable(run_dir, error) from error
-    if found is not None or config is None or rollout.mode != "train":
-        return found, None
+    if step_and_rollout is not None or config is None or rollout.mode != "train":
+        return step_and_rollout, None
     if not any((run_dir / step_record.FOLDER).glob("*.msgpack")):
         return None, "there are no step records: the run is from before they were kept, or its first step is not done"
     return None, "no step of the run has trained on it, or not yet"

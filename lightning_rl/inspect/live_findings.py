@@ -53,8 +53,8 @@ class Findings:
         rows = [dict(row) for row in trained]
         for finding in diagnose(self._evidence(rows)).findings:
             how_bad = SEVERITIES.index(finding.severity)
-            key, known = (finding.name, finding.policy), finding.name.startswith(_KNOWN)
-            if finding.severity in _TOLD and not known and how_bad < self._told.get(key, len(SEVERITIES)):
+            key, is_known = (finding.name, finding.policy), finding.name.startswith(_KNOWN)
+            if finding.severity in _TOLD and not is_known and how_bad < self._told.get(key, len(SEVERITIES)):
                 self._told[key] = how_bad
                 self._tell(int(rows[-1]["step"]), finding)
 
@@ -66,7 +66,7 @@ class Findings:
                 threading.Thread(target=self._look_behind, name="the doctor's look", daemon=True).start()
         if not self._read.empty():
             return self._read.get()
-        return of_run(self._run_dir, self._config, rows, {policy: [*kept] for policy, kept in self._steps.items()})
+        return of_run(self._run_dir, self._config, rows, {policy: [*steps] for policy, steps in self._steps.items()})
 
     def _look_behind(self) -> None:
         try:

@@ -33,15 +33,15 @@ class _PairCall(NamedTuple):
 
 def pairs(connection: sa.Connection, which: Which, limit: int | None, vocabulary: str | None) -> Iterator[Record]:
     """At most `limit` pairs, group by group in the order they were asked for. Raises ForestError for damaged calls."""
-    left = limit
+    remaining = limit
     for best, worst in _parted(connection, which):
-        if left == 0:
+        if remaining == 0:
             return
         ids = [best.rollout_id, worst.rollout_id]
         packed = msgspec.msgpack.encode(queries.traces(connection, ids))
         traces = msgspec.msgpack.decode(packed, type=dict[str, RolloutTrace])
         if (pair := _pair(traces[best.rollout_id], traces[worst.rollout_id])) is not None:
-            left = None if left is None else left - 1
+            remaining = None if remaining is None else remaining - 1
             yield pair | {"vocabulary": vocabulary}
 
 
@@ -52,8 +52,8 @@ def _parted(connection: sa.Connection, which: Which) -> list[tuple[Rollout, Roll
         for rollout in page:
             if rollout.reward is not None and rollout.group_id is not None:
                 groups.setdefault(rollout.group_id, []).append(rollout)
-    found = [(max(group, key=_reward), min(group, key=_reward)) for group in groups.values()]
-    return [(best, worst) for best, worst in found if _reward(best) > _reward(worst)]
+    extremes = [(max(group, key=_reward), min(group, key=_reward)) for group in groups.values()]
+    return [(best, worst) for best, worst in extremes if _reward(best) > _reward(worst)]
 
 
 def _reward(rollout: Rollout) -> float:
@@ -91,27 +91,27 @@ def _calls(trace: RolloutTrace) -> list[_PairCall]:
     if attempt is None:
         return []
     grown, schemas = forest.build(calls_of(attempt.spans)), tools_of(attempt.spans)
-    said = {span.span_id: span.attributes for span in attempt.spans}
+    attributes_by_id = {span.span_id: span.attributes for span in attempt.spans}
     nodes = sorted(grown.nodes.values(), key=lambda node: node.call.number)
     return [
-        _asked(node, said, schemas)
+        _asked(node, attributes_by_id, schemas)
         for node in nodes
         if node.call.trainable and node.call.delivered and all(one.call.exact for one in node.path())
     ]
 
 
-def _asked(node: Node, said: Mapping[str, Mapping[str, Any]], schemas: Mapping[str, Any]) -> _PairCall:
+def _asked(node: Node, attributes_by_id: Mapping[str, Mapping[str, Any]], schemas: Mapping[str, Any]) -> _PairCall:
     ids: list[int] = []
     messages: list[dict[str, Any]] = []
     for one in node.path():
-        attributes = said[one.call.call_id]
+        attributes = attributes_by_id[one.call.call_id]
         ids += one.call.prompt_ids
         messages += attributes.get(semconv.INPUT_MESSAGES) or []
         if one is not node:
             ids += one.call.response_ids
             messages += attributes.get(semconv.OUTPUT_MESSAGES) or []
-    first = said[node.path()[0].call.call_id]
-    [answer] = said[node.call.call_id].get(semconv.OUTPUT_MESSAGES) or [{}]
+    first = attributes_by_id[node.path()[0].call.call_id]
+    [answer] = attributes_by_id[node.call.call_id].get(semconv.OUTPUT_MESSAGES) or [{}]
     tools = schemas.get(first.get(semconv.TOOLS) or "")
     return _PairCall(node, ids, [_for_templates(one) for one in messages], tools, _for_templates(answer))
 

@@ -79,10 +79,10 @@ _PLACE = msgspec.msgpack.Decoder(_Place)
 
 def newest_run(runs: Path = Path("runs")) -> Path:
     """The run folder below `runs` that was written to last. Raises NotRecorded where there is none."""
-    found = {file.parent for name in (STORE, SERVER_URL) for file in runs.rglob(name)}  # project_name: a folder between
-    if not found:
+    dirs = {file.parent for name in (STORE, SERVER_URL) for file in runs.rglob(name)}  # project_name: a folder between
+    if not dirs:
         raise NotRecorded(f"there is no run in {runs.resolve()}: name its folder with --run-dir")
-    return max(found, key=_written)
+    return max(dirs, key=_written)
 
 
 def is_attached(run_dir: Path) -> bool:
@@ -193,13 +193,13 @@ def find(connection: sa.Connection, name: str) -> str:
         return str(whole[0])
     length = len(name)
     like = sa.or_(sa.func.substr(column, 1, length) == name, sa.func.substr(column, -length) == name)
-    found = connection.execute(sa.select(column).where(like).limit(6)).scalars().all() if name else []
-    if len(found) == 1:
-        return str(found[0])
-    if found:
-        more = " and more" if len(found) > 5 else ""
+    matches = connection.execute(sa.select(column).where(like).limit(6)).scalars().all() if name else []
+    if len(matches) == 1:
+        return str(matches[0])
+    if matches:
+        more = " and more" if len(matches) > 5 else ""
         raise NotRecorded(
-            f"{name!r} names several rollouts, {', '.join(found[:5])}{more}: give more of the one you mean"
+            f"{name!r} names several rollouts, {', '.join(matches[:5])}{more}: give more of the one you mean"
         )
     newest = sa.select(column).order_by(schema.rollouts.c.position.desc()).limit(_NEAR)
     near = difflib.get_close_matches(name, connection.execute(newest).scalars().all(), n=3, cutoff=0.5)
@@ -256,11 +256,11 @@ def _connect(store: Path) -> sqlite3.Connection:
 
 
 def _check_version(connection: sa.Connection, store: Path) -> None:
-    version = sa.select(schema.meta.c.value).where(schema.meta.c.key == "schema_version")
-    found = connection.execute(version).scalar_one_or_none()
-    if found not in schema.READABLE:
+    query = sa.select(schema.meta.c.value).where(schema.meta.c.key == "schema_version")
+    version = connection.execute(query).scalar_one_or_none()
+    if version not in schema.READABLE:
         raise NotRecorded(
-            f"the store {store.resolve()} has schema version {found}, this program reads {schema.SCHEMA_VERSION}: "
+            f"the store {store.resolve()} has schema version {version}, this program reads {schema.SCHEMA_VERSION}: "
             "read it with the version that wrote it"
         )
 

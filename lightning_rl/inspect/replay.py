@@ -154,7 +154,7 @@ def counting(trace: RolloutTrace) -> AttemptTrace:
 
 def needs_tokenizer(attempt: AttemptTrace) -> bool:
     """Whether some of its calls were sampled token by token."""
-    return any(kept.call.trainable for kept in Recording(attempt).calls)
+    return any(entry.call.trainable for entry in Recording(attempt).calls)
 
 
 def _renderer(attempt: AttemptTrace, policy: str, setting: GatewaySetup) -> Renderer | None:
@@ -321,8 +321,8 @@ def _router(
 ) -> Router:
     """The recording as an engine of each model that was sampled, and as a backend of each other one."""
     router = Router(policy, unknown_model=unknown_model)
-    sampled = {kept.call.model for kept in recording.calls if kept.call.trainable}
-    frozen = {kept.call.model for kept in recording.calls} - sampled
+    sampled = {entry.call.model for entry in recording.calls if entry.call.trainable}
+    frozen = {entry.call.model for entry in recording.calls} - sampled
     if policy not in sampled | frozen:
         (frozen if renderer is None else sampled).add(policy)
     for model in sorted(sampled):

@@ -59,16 +59,19 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 class KeptAnswer:
     """One recorded call with its whole prompt and conversation; `taken` once it was answered again."""
 
-    def __init__(self, number: int, node: Node, said: Mapping[str, Any], before: Sequence[Message]) -> None:
+    def __init__(self, number: int, node: Node, attributes: Mapping[str, Any], before: Sequence[Message]) -> None:
         self.number = number
         self.call: Call = node.call
         self.prompt = prompt_ids(node)
         self.media = media_of_prompt(node)
         self.exact = all(step.call.exact for step in node.path())
-        self.sampling: dict[str, Any] = dict(said.get(semconv.SAMPLING_EFFECTIVE) or {})
-        self.tokens: tuple[int | None, int | None] = (said.get(semconv.INPUT_TOKENS), said.get(semconv.OUTPUT_TOKENS))
-        self.messages = [*before, *(said.get(semconv.INPUT_MESSAGES) or ())]
-        answered = said.get(semconv.OUTPUT_MESSAGES) or ()
+        self.sampling: dict[str, Any] = dict(attributes.get(semconv.SAMPLING_EFFECTIVE) or {})
+        self.tokens: tuple[int | None, int | None] = (
+            attributes.get(semconv.INPUT_TOKENS),
+            attributes.get(semconv.OUTPUT_TOKENS),
+        )
+        self.messages = [*before, *(attributes.get(semconv.INPUT_MESSAGES) or ())]
+        answered = attributes.get(semconv.OUTPUT_MESSAGES) or ()
         self.answer: Message = dict(answered[0]) if answered else {"role": "assistant", "content": ""}
         self.taken = False
 
@@ -80,7 +83,7 @@ class Recording:
     """
 
     def __init__(self, attempt: AttemptTrace, decode: Decode | None = None) -> None:
-        said = {span.span_id: span.attributes for span in attempt.spans}
+        attributes_by_id = {span.span_id: span.attributes for span in attempt.spans}
         conversations: dict[str, list[Message]] = {}
         self.calls: list[KeptAnswer] = []
         self.undelivered = 0
@@ -91,17 +94,17 @@ class Recording:
         self._decode = decode
         for number, (call_id, node) in enumerate(forest.build(calls_of(attempt.spans)).nodes.items(), start=1):
             before = [] if node.parent is None else conversations[node.parent.call.call_id]
-            kept = KeptAnswer(number, node, said[call_id], before)
-            conversations[call_id] = [*kept.messages, kept.answer]
+            entry = KeptAnswer(number, node, attributes_by_id[call_id], before)
+            conversations[call_id] = [*entry.messages, entry.answer]
             if node.call.delivered:
-                self.calls.append(kept)
+                self.calls.append(entry)
             else:
                 self.undelivered += 1
 
     @property
     def replayed(self) -> int:
         """How many calls were answered again."""
-        return sum(kept.taken for kept in self.calls)
+        return sum(entry.taken for entry in self.calls)
 
     def by_tokens(self, model: str, prompt: list[int], sampling: Sampling, shown: Sequence[Placed] = ()) -> KeptAnswer:
         """The oldest call of `model` with this very prompt, and these images in it, that was not answered yet.
@@ -109,27 +112,27 @@ class Recording:
         Raises EngineRefused.
         """
         same = [k for k in self._left(model) if k.exact and k.prompt == prompt]
-        found = next((k for k in same if k.media == list(shown)), None)
-        if found is None and same and self.divergence is None:
+        entry = next((k for k in same if k.media == list(shown)), None)
+        if entry is None and same and self.divergence is None:
             raise self.refuse(f"what the agent asks now was recorded as call {same[0].number} with other images")
-        if found is None or self.divergence is not None:
+        if entry is None or self.divergence is not None:
             raise self._refused(lambda: self._other_prompt(model, prompt))
-        found.taken = True
-        asked = msgspec.to_builtins(sampling)
-        names = ({*asked, *found.sampling} - {"seed"}) if found.sampling else set()
-        if other := {name: [found.sampling.get(name), asked.get(name)] for name in sorted(names)
-                     if found.sampling.get(name) != asked.get(name)}:  # fmt: skip
-            self.other_sampling[found.number] = other
-        return found
+        entry.taken = True
+        current = msgspec.to_builtins(sampling)
+        names = ({*current, *entry.sampling} - {"seed"}) if entry.sampling else set()
+        if other := {name: [entry.sampling.get(name), current.get(name)] for name in sorted(names)
+                     if entry.sampling.get(name) != current.get(name)}:  # fmt: skip
+            self.other_sampling[entry.number] = other
+        return entry
 
     def by_messages(self, model: str, messages: Sequence[Message]) -> KeptAnswer:
         """The oldest call of `model` that was asked with the same messages. Raises EngineRefused."""
         heard = _heard(messages)
-        found = next((k for k in self._left(model) if _heard(k.messages) == heard), None)
-        if found is None or self.divergence is not None:
+        entry = next((k for k in self._left(model) if _heard(k.messages) == heard), None)
+        if entry is None or self.divergence is not None:
             raise self._refused(lambda: self._other_messages(model, messages))
-        found.taken = True
-        return found
+        entry.taken = True
+        return entry
 
     def refuse(self, why: str) -> EngineRefused:
         """The error for what no replay can answer."""
@@ -137,13 +140,13 @@ class Recording:
 
     def conversation(self, context: Sequence[int]) -> list[Message] | None:
         """The messages of a recorded call whose prompt and answer are these tokens, its answer the last."""
-        for kept in self.calls:
-            if kept.prompt + kept.call.response_ids == context:
-                return [*kept.messages, kept.answer]
+        for entry in self.calls:
+            if entry.prompt + entry.call.response_ids == context:
+                return [*entry.messages, entry.answer]
         return None
 
     def _left(self, model: str) -> list[KeptAnswer]:
-        return [kept for kept in self.calls if kept.call.model == model and not kept.taken]
+        return [entry for entry in self.calls if entry.call.model == model and not entry.taken]
 
     def _refused(self, diagnose: Callable[[], Divergence]) -> EngineRefused:
         if self.divergence is None:
@@ -152,11 +155,11 @@ class Recording:
         return EngineRefused(f"this replay is over: {self.divergence.why}")
 
     def _other_prompt(self, model: str, prompt: list[int]) -> Divergence:
-        left = [kept for kept in self._left(model) if kept.exact]
+        remaining = [kept for kept in self._left(model) if kept.exact]
         now = self._said_in(prompt)
-        if not left:
+        if not remaining:
             return self._one_more(model, now, lambda kept: kept.prompt == prompt)
-        nearest = max(left, key=lambda kept: first_difference(prompt, kept.prompt))
+        nearest = max(remaining, key=lambda kept: first_difference(prompt, kept.prompt))
         at = first_difference(prompt, nearest.prompt)
         return Divergence(
             why=f"what the agent asks now was not recorded; nearest is call {nearest.number}, whose prompt differs "
@@ -170,10 +173,10 @@ class Recording:
         )
 
     def _other_messages(self, model: str, messages: Sequence[Message]) -> Divergence:
-        left = self._left(model)
-        if not left:
+        remaining = self._left(model)
+        if not remaining:
             return self._one_more(model, messages, lambda kept: _heard(kept.messages) == _heard(messages))
-        nearest = max(left, key=lambda kept: _shared(kept.messages, messages))
+        nearest = max(remaining, key=lambda kept: _shared(kept.messages, messages))
         return Divergence(
             why=f"what the agent asks model {model!r} now was not recorded; nearest is call {nearest.number}",
             call=nearest.number,
@@ -184,11 +187,11 @@ class Recording:
         self, model: str, messages: Sequence[Message] | None, same: Callable[[KeptAnswer], bool]
     ) -> Divergence:
         """The agent asks on, although all calls of the model were answered."""
-        of_model = [kept for kept in self.calls if kept.call.model == model]
-        again = next((kept for kept in of_model if same(kept)), None)
-        said = f"model {model!r} was asked {len(of_model)} times, and the agent asks once more"
+        of_model = [entry for entry in self.calls if entry.call.model == model]
+        again = next((entry for entry in of_model if same(entry)), None)
+        text = f"model {model!r} was asked {len(of_model)} times, and the agent asks once more"
         return Divergence(
-            why=said if again is None else f"{said}: what call {again.number} was asked",
+            why=text if again is None else f"{text}: what call {again.number} was asked",
             call=None if again is None else again.number,
             message=len(messages) - 1 if messages else None,
             new_message=messages[-1] if messages else None,
@@ -215,7 +218,7 @@ class RecordedEngine:
         self.model = model
         self._recording = recording
         self._stops = frozenset(stop_token_ids)
-        of_model = [kept.call for kept in recording.calls if kept.call.model == model]
+        of_model = [entry.call for entry in recording.calls if entry.call.model == model]
         self.policy_version = max((v.version for call in of_model for v in call.versions), default=0)
         self._kind = of_model[0].logprob_kind if of_model else "sampled"
 
@@ -263,25 +266,25 @@ class RecordedBackend:
 
     async def complete(self, body: dict[str, Any]) -> BackendAnswer:
         """See `ChatBackend`."""
-        kept = self._recording.by_messages(self.model, body.get("messages") or [])
-        asked, answered = kept.tokens
-        usage = {"prompt_tokens": asked, "completion_tokens": answered}
-        if asked is not None and answered is not None:
-            usage["total_tokens"] = asked + answered
-        choice = {"index": 0, "message": kept.answer, "finish_reason": kept.call.finish_reason, "logprobs": None}
+        entry = self._recording.by_messages(self.model, body.get("messages") or [])
+        prompt_tokens, completion_tokens = entry.tokens
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+        if prompt_tokens is not None and completion_tokens is not None:
+            usage["total_tokens"] = prompt_tokens + completion_tokens
+        choice = {"index": 0, "message": entry.answer, "finish_reason": entry.call.finish_reason, "logprobs": None}
         answer = {
-            "id": f"chatcmpl-{kept.call.call_id}",
+            "id": f"chatcmpl-{entry.call.call_id}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": self.model,
             "choices": [choice],
-            "usage": None if None in kept.tokens else usage,
+            "usage": None if None in entry.tokens else usage,
         }
-        if not kept.exact:
+        if not entry.exact:
             return BackendAnswer(body=answer)
-        call = kept.call
+        call = entry.call
         return BackendAnswer(
-            body=answer, prompt_ids=kept.prompt, response_ids=call.response_ids, logprobs=call.logprobs
+            body=answer, prompt_ids=entry.prompt, response_ids=call.response_ids, logprobs=call.logprobs
         )
 
     async def embed(self, body: dict[str, Any]) -> bytes:

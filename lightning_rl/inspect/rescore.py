@@ -23,12 +23,12 @@ class NoWeights(Explained):
 
 def newest(run_dir: Path) -> Path:
     """The run's newest checkpoint. Raises NoWeights."""
-    found = checkpoint.latest(run_dir / "checkpoints")
-    if found is None:
+    folder = checkpoint.latest(run_dir / "checkpoints")
+    if folder is None:
         raise NoWeights(
             f"{run_dir.resolve()} holds no checkpoint: one is written at the end, and every trainer.save_freq steps"
         )
-    return found
+    return folder
 
 
 def log_probs(folder: Path, path: Sequence[Call], media: Mapping[str, bytes] = MappingProxyType({})) -> list[float]:
@@ -53,20 +53,20 @@ def log_probs(folder: Path, path: Sequence[Call], media: Mapping[str, bytes] = M
     with torch.inference_mode():
         ids = torch.tensor([token_ids])
         images = _images(path, media)
-        asked = {"use_cache": False, "logits_to_keep": sampled + 1}
-        output = vision.run(model, ids, [images], **asked) if vision and images else model(input_ids=ids, **asked)
+        options = {"use_cache": False, "logits_to_keep": sampled + 1}
+        output = vision.run(model, ids, [images], **options) if vision and images else model(input_ids=ids, **options)
         logits = output.logits[0, :-1].float()
-        found = torch.log_softmax(logits / temperature, dim=-1).gather(-1, ids[0, -sampled:, None]).squeeze(-1)
-    values: list[float] = found.tolist()
+        logprobs = torch.log_softmax(logits / temperature, dim=-1).gather(-1, ids[0, -sampled:, None]).squeeze(-1)
+    values: list[float] = logprobs.tolist()
     return values
 
 
 def _images(path: Sequence[Call], media: Mapping[str, bytes]) -> list[PlacedImage]:
     """The images of the whole path."""
-    found: list[PlacedImage] = []
+    images: list[PlacedImage] = []
     length = 0
     for each in path:
         check_held(each.media, media, f"call {each.call_id}")
-        found += [PlacedImage(one.start + length, one.length, one.sha256, media[one.sha256]) for one in each.media]
+        images += [PlacedImage(one.start + length, one.length, one.sha256, media[one.sha256]) for one in each.media]
         length += len(each.prompt_ids) + len(each.response_ids)
-    return found
+    return images

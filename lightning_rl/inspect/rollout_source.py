@@ -97,9 +97,9 @@ def pages(connection: sa.Connection, which: Which, *, page: int = _PAGE, after: 
 def resources_of(connection: sa.Connection, resources_id: str | None) -> dict[str, dict[str, Any]]:
     """What was published under this id; {} where nothing was."""
     table = schema.resources.c
-    asked = sa.select(table.resources).where(table.resources_id == resources_id)
-    found = connection.execute(asked).scalar_one_or_none()
-    return {} if found is None else msgspec.json.decode(found, type=dict[str, dict[str, Any]])
+    query = sa.select(table.resources).where(table.resources_id == resources_id)
+    body = connection.execute(query).scalar_one_or_none()
+    return {} if body is None else msgspec.json.decode(body, type=dict[str, dict[str, Any]])
 
 
 def _positioned(connection: sa.Connection, which: Which, page: int, after: int) -> Iterator[tuple[list[Rollout], int]]:
@@ -159,8 +159,8 @@ class PagedStore(HttpStore):
     def page(self, cursor: str | None, limit: int) -> tuple[list[Rollout], str | None]:
         """A page of rollouts, and the cursor of the next one; None where there is none yet."""
         query = {"limit": str(limit)} | ({} if cursor is None else {"cursor": cursor})
-        found = self._call("GET", f"/rollouts?{urlencode(query)}", None, _Page)
-        return found.rollouts, found.cursor
+        answer = self._call("GET", f"/rollouts?{urlencode(query)}", None, _Page)
+        return answer.rollouts, answer.cursor
 
 
 class RolloutServer:
@@ -179,10 +179,10 @@ class RolloutServer:
 
     def trace(self, name: str) -> RolloutTrace:
         """See `RolloutSource`; by its whole id. Raises NotRecorded."""
-        found = self.store.traces([name]).get(name)
-        if found is None:
+        rollout_trace = self.store.traces([name]).get(name)
+        if rollout_trace is None:
             raise recorded.NotRecorded(f"the server knows no rollout {name!r}: give its whole id, as `list` shows it")
-        return found
+        return rollout_trace
 
     def arrived(self) -> Iterator[Rollout]:
         """See `RolloutSource`."""
@@ -216,23 +216,23 @@ class RolloutServers:
         best: dict[str, Rollout] = {}
         for rollout in (rollout for server in self._servers for rollout in server.newest(Which(), sys.maxsize)):
             best[rollout.rollout_id] = max(rollout, best.get(rollout.rollout_id, rollout), key=rank_of)
-        found = [rollout for rollout in best.values() if which.fits(rollout)]
-        return sorted(found, key=lambda rollout: rollout.created_at)[-limit:]
+        rollouts = [rollout for rollout in best.values() if which.fits(rollout)]
+        return sorted(rollouts, key=lambda rollout: rollout.created_at)[-limit:]
 
     def trace(self, name: str) -> RolloutTrace:
         """See `RolloutSource`; by its whole id. Raises NotRecorded."""
-        found = [trace for server in self._servers if (trace := server.store.traces([name]).get(name)) is not None]
-        if not found:
+        traces = [trace for server in self._servers if (trace := server.store.traces([name]).get(name)) is not None]
+        if not traces:
             raise recorded.NotRecorded(f"no server knows a rollout {name!r}: give its whole id, as `list` shows it")
-        return max(found, key=lambda trace: rank_of(trace.rollout))
+        return max(traces, key=lambda trace: rank_of(trace.rollout))
 
     def arrived(self) -> Iterator[Rollout]:
         """See `RolloutSource`; of each server's, the oldest first."""
         for number, server in enumerate(self._servers):
             for rollout in server.arrived():
-                found = (rank_of(rollout), number)
-                if found >= self._at.get(rollout.rollout_id, found):
-                    self._at[rollout.rollout_id] = found
+                rank = (rank_of(rollout), number)
+                if rank >= self._at.get(rollout.rollout_id, rank):
+                    self._at[rollout.rollout_id] = rank
                     yield rollout
 
     def ended(self, rollout_ids: Sequence[str]) -> list[Rollout]:

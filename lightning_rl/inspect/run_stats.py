@@ -225,8 +225,8 @@ def _rows(metrics: Path) -> list[dict[str, float]]:
 def _look(connection: sa.Connection, evidence: Evidence) -> None:
     """Enter the store's rollouts, attempts and calls."""
     table = schema.rollouts.c
-    found = connection.execute(sa.select(table.rollout_id, table.mode, table.status).order_by(table.position)).all()
-    training = [row for row in found if row.mode == "train"] or found
+    rows = connection.execute(sa.select(table.rollout_id, table.mode, table.status).order_by(table.position)).all()
+    training = [row for row in rows if row.mode == "train"] or rows
     status = {row.rollout_id: row.status for row in training}
     evidence.rollouts = len(status)
     called = _look_at_calls(connection, evidence, status)
@@ -247,14 +247,14 @@ def _look_for_calls(connection: sa.Connection, evidence: Evidence, silent: Seque
         why = refused_prompt(ended_by(span for attempt in attempts for span in attempt.spans))
         if why is not None:
             evidence.refused_prompts[why] = evidence.refused_prompts.get(why, 0) + 1
-        told = [conventions.told_of(attempt.spans) for attempt in attempts]
-        with_ids = {name for each in told for name in each.conventions}
-        without = {each.convention: each for one in told for each in one.diagnoses}
+        from_spans = [conventions.told_of(attempt.spans) for attempt in attempts]
+        with_ids = {name for each in from_spans for name in each.conventions}
+        without = {each.convention: each for one in from_spans for each in one.diagnoses}
         for name in sorted(with_ids | without.keys()):
-            found = evidence.beside.setdefault(name, UnroutedRollouts())
-            found.rollouts.add(rollout_id)
-            found.with_ids += name in with_ids
-            found.diagnosis = without.get(name, found.diagnosis)
+            unrouted = evidence.beside.setdefault(name, UnroutedRollouts())
+            unrouted.rollouts.add(rollout_id)
+            unrouted.with_ids += name in with_ids
+            unrouted.diagnosis = without.get(name, unrouted.diagnosis)
 
 
 def _look_at_calls(connection: sa.Connection, evidence: Evidence, status: Mapping[str, str]) -> set[str]:
@@ -300,7 +300,7 @@ def _look_at_attempts(connection: sa.Connection, evidence: Evidence, status: Map
     failed: set[str] = set()
     table = schema.attempts.c
     query = sa.select(table.rollout_id, table.status, table.reward, table.rewards, table.error)
-    given: dict[str, bool] = {}
+    rewarded: dict[str, bool] = {}
     for row in connection.execute(query.order_by(table.started_at)):
         if row.rollout_id not in status:
             continue
@@ -318,12 +318,12 @@ def _look_at_attempts(connection: sa.Connection, evidence: Evidence, status: Map
                 evidence.messages[error.type] = error.message.strip()
                 failed.add(row.rollout_id)
         elif row.status == "succeeded":
-            given[row.rollout_id] = row.reward is not None or not evidence.settings.weights.keys().isdisjoint(named)
+            rewarded[row.rollout_id] = row.reward is not None or not evidence.settings.weights.keys().isdisjoint(named)
     table = schema.rewards.c
     names = connection.execute(sa.select(table.name, table.rollout_id, table.call_id)).all()
     evidence.reward_names |= {row.name for row in names if row.rollout_id in status}
     of_calls = {row.rollout_id for row in names if row.call_id is not None}
-    for rollout_id, holds in given.items():
+    for rollout_id, holds in rewarded.items():
         if not holds and rollout_id not in of_calls:
             evidence.without_reward.add(rollout_id)
     return failed

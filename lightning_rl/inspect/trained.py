@@ -126,15 +126,17 @@ def leave_out_tokens(cut: Iterable[Row], found: Found | None) -> None:
     """Make context of those tokens that the step left out of calls that it trained, as a rollout correction or
     `max_response_length` does."""
     calls = {} if found is None else found[1].calls
-    kept = {call_id: set(call.kept) for call_id, call in calls.items() if call.trained_tokens and call.kept is not None}
-    for row in cut if kept else ():
-        seen: Counter[str] = Counter()
+    kept_places = {
+        call_id: set(call.kept) for call_id, call in calls.items() if call.trained_tokens and call.kept is not None
+    }
+    for row in cut if kept_places else ():
+        next_place: Counter[str] = Counter()
         for at, call_id in enumerate(row.call_ids):
-            if call_id in kept:
-                if seen[call_id] not in kept[call_id]:
+            if call_id in kept_places:
+                if next_place[call_id] not in kept_places[call_id]:
                     row.loss_mask[at] = 0
                     row.logprobs[at] = row.policy_versions[at] = row.call_ids[at] = row.temperature[at] = None
-                seen[call_id] += 1
+                next_place[call_id] += 1
 
 
 def places(call: CallRecord, sampled: int) -> list[int]:
