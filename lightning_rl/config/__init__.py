@@ -124,7 +124,7 @@ def notes_of(
 
 
 def _layers(
-    given: Mapping[str, Any] | DictConfig | None,
+    values: Mapping[str, Any] | DictConfig | None,
     file: Path | None,
     command_line: Sequence[str],
     schema: type[Config],
@@ -134,9 +134,9 @@ def _layers(
     """What is given, over the defaults, with our keys alone; and what became of each key."""
     defaults = _defaults(schema)
     layers, notes = [], []
-    for layer in (_read(file, schema), OmegaConf.create(dict(given or {}))):
-        ours, of_layer = translate_layer(_lengthened(_undotted(layer)), defaults, theirs=theirs)
-        layers.append(ours)
+    for layer in (_read(file, schema), OmegaConf.create(dict(values or {}))):
+        own_layer, of_layer = translate_layer(_lengthened(_undotted(layer)), defaults, theirs=theirs)
+        layers.append(own_layer)
         notes += of_layer
     overridden, of_command_line = _from_command_line(command_line, schema, theirs=theirs)
     notes += of_command_line
@@ -169,9 +169,9 @@ def _lengthened(layer: DictConfig) -> DictConfig:
     return rest
 
 
-def _without_effect(note: Note, known: Mapping[str, Key]) -> Note:
+def _without_effect(note: Note, keys_by_name: Mapping[str, Key]) -> Note:
     """The note of a key of the schema that has no effect says so."""
-    key = known.get(note.key)
+    key = keys_by_name.get(note.key)
     if note.kind != "same" or key is None or key.kind == "effect":
         return note
     return Note(note.key, note.value, "accepted", key.text, reported=note.value != key.default)
@@ -229,8 +229,8 @@ def _keys_by_name(schema: type[Config]) -> Mapping[str, Key]:
 @functools.cache
 def _known(schema: type[Config]) -> tuple[frozenset[str], frozenset[str]]:
     """The names of the keys, with `name.*` where a value is a dict, and the names of their groups."""
-    known = _keys_by_name(schema)
-    valid = {*known, *(f"{key.name}.*" for key in known.values() if _is_dict(key.type))}
+    keys_by_name = _keys_by_name(schema)
+    valid = {*keys_by_name, *(f"{key.name}.*" for key in keys_by_name.values() if _is_dict(key.type))}
     groups = {name.rsplit(".", depth)[0] for name in valid for depth in range(1, name.count(".") + 1)}
     return frozenset(valid), frozenset(groups)
 
@@ -267,24 +267,24 @@ def _from_command_line(
     """The values that the overrides give, and what became of each. A key may stand in the defaults or not: `+` in front
     of it changes nothing. `~` makes it null."""
     of_verl: list[tuple[str, Any]] = []
-    ours: list[tuple[str, Any]] = []
+    own_values: list[tuple[str, Any]] = []
     for override in _parsed(overrides, schema):
         name = override.key_or_group.replace("/", ".")
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line!r} gives {name} several values; a run takes one")
         value = None if override.is_delete() else override.value()
-        given = list(leaves({name: value}))
-        if all(from_verl.knows(*each) for each in given):
-            of_verl += given
+        pairs = list(leaves({name: value}))
+        if all(from_verl.knows(*each) for each in pairs):
+            of_verl += pairs
         else:
-            ours.append((name, value))
+            own_values.append((name, value))
     # Converted keys give way to ours, so the translation is told of those, too.
-    translation = translate([*ours, *of_verl], theirs=theirs)
+    translation = translate([*own_values, *of_verl], theirs=theirs)
     changed = OmegaConf.create({})
-    for name, value in [*ours, *translation.ours[len(ours) :]]:
+    for name, value in [*own_values, *translation.ours[len(own_values) :]]:
         OmegaConf.update(changed, name, value, force_add=True)
-    shown = [Note(name, value, "same") for name, value in ours]
-    return changed, [*shown, *translation.notes[len(ours) :]]
+    shown = [Note(name, value, "same") for name, value in own_values]
+    return changed, [*shown, *translation.notes[len(own_values) :]]
 
 
 @contextmanager
@@ -336,7 +336,7 @@ def _parsed_one(text: str, schema: type[Config]) -> Override:
 
 def _quoted(text: str) -> str:
     """A text as Hydra's grammar quotes it: a backslash is one, but before a quote and at the end."""
-    return "'" + re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text) + "'"
+    return "'" + re.sub(r"(\\*)('|$)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), text) + "'"
 
 
 @functools.cache
@@ -356,8 +356,8 @@ def _check_names(names: Sequence[str] | Iterator[str], schema: type[Config]) -> 
     valid, groups = _known(schema)
     for name in names:
         if name not in valid and name not in groups and not any(f"{outer}.*" in valid for outer in _outer(name)):
-            known = valid | groups | verl_keys.NAMES
-            near = _nearest(name, known)
+            all_names = valid | groups | verl_keys.NAMES
+            near = _nearest(name, all_names)
             hint = f"did you mean {near}?" if near else "docs/config.md has all there are"
             raise ConfigError(f"config key {name!r} is unknown; {hint}")
 
@@ -381,10 +381,10 @@ def _nearest(name: str, valid: frozenset[str]) -> str:
     where none is."""
     leaf = name.rsplit(".", 1)[-1]
     same_leaf = [other for other in sorted(valid) if other.rsplit(".", 1)[-1] == leaf]
-    found = difflib.get_close_matches(
+    matches = difflib.get_close_matches(
         name, same_leaf or sorted(valid), n=3 if same_leaf else 1, cutoff=0.0 if same_leaf else _ALIKE
     )
-    return " or ".join(repr(one.removesuffix(".*")) for one in found)
+    return " or ".join(repr(one.removesuffix(".*")) for one in matches)
 
 
 def _checked(merged: Any, schema: type[C]) -> C:
@@ -392,13 +392,13 @@ def _checked(merged: Any, schema: type[C]) -> C:
     try:
         return msgspec.convert(merged, schema)
     except msgspec.ValidationError as error:
-        found = _CONVERSION.fullmatch(str(error))
-        assert found is not None
-        place, what = found["place"] or "", found["what"]
+        match = _CONVERSION.fullmatch(str(error))
+        assert match is not None
+        place, problem = match["place"] or "", match["what"]
         value = _at(merged, place) if place else merged
-        told = f"a name in {place} of {sorted(value)}" if found["names"] else f"config key {place}"
-        given = "" if found["names"] else f" is {value!r:.{_LONGEST_VALUE}}"
-        raise ConfigError(f"{told}{given}: {what[0].lower()}{what[1:]}{_choices(schema, place)}") from error
+        subject = f"a name in {place} of {sorted(value)}" if match["names"] else f"config key {place}"
+        shown = "" if match["names"] else f" is {value!r:.{_LONGEST_VALUE}}"
+        raise ConfigError(f"{subject}{shown}: {problem[0].lower()}{problem[1:]}{_choices(schema, place)}") from error
 
 
 def _refuse_unusable(value: Any, name: str) -> None:

@@ -13,15 +13,15 @@ def registrations(gateway: GatewayConfig, environment: Mapping[str, str] = os.en
 
     Raises ConfigError where the variable that is to hold a key is not set.
     """
-    found = []
+    engines = []
     for name, backend in gateway.frozen_models().items():
-        asked = {"kind": backend.kind, "url": backend.url, "remote_model": backend.remote_model}
+        fields = {"kind": backend.kind, "url": backend.url, "remote_model": backend.remote_model}
         if backend.api_key_env is not None:
-            asked["api_key"] = environment.get(backend.api_key_env)
-            if not asked["api_key"]:
+            fields["api_key"] = environment.get(backend.api_key_env)
+            if not fields["api_key"]:
                 raise ConfigError(
                     f"config key gateway.backends.{name}.api_key_env: the environment variable {backend.api_key_env} "
                     f"is not set, and it is to hold the key of the service of model {name!r}: set it, or name another"
                 )
-        found.append({"model": name} | {field: value for field, value in asked.items() if value is not None})
-    return found
+        engines.append({"model": name} | {field: value for field, value in fields.items() if value is not None})
+    return engines

@@ -39,17 +39,17 @@ def translate(given: Sequence[tuple[str, Any]], *, theirs: bool = False) -> Tran
 
     A key that is converted gives way to ours, where both are given: `data.overlong` wins over `data.truncation`.
     """
-    ours: list[tuple[str, Any]] = []
+    own_values: list[tuple[str, Any]] = []
     notes: list[Note] = []
     beside = dict(given)
     for key, value in given:
-        found, note = _translated(key, value, beside, theirs=theirs)
-        kept = {name: each for name, each in found.items() if name == key or name not in beside}
-        if found and not kept:
-            note = Note(key, value, "accepted", f"{', '.join(found)} is given too, and holds")
-        ours += kept.items()
+        converted, note = _translated(key, value, beside, theirs=theirs)
+        remaining = {name: each for name, each in converted.items() if name == key or name not in beside}
+        if converted and not remaining:
+            note = Note(key, value, "accepted", f"{', '.join(converted)} is given too, and holds")
+        own_values += remaining.items()
         notes.append(note)
-    return Translation(ours, notes)
+    return Translation(own_values, notes)
 
 
 def translate_layer(layer: DictConfig, defaults: DictConfig, *, theirs: bool = False) -> tuple[DictConfig, list[Note]]:
@@ -57,14 +57,14 @@ def translate_layer(layer: DictConfig, defaults: DictConfig, *, theirs: bool = F
     as in `translate`."""
     plain = OmegaConf.to_container(layer)
     assert isinstance(plain, dict)
-    known = [name for name, value in leaves(plain) if knows(name, value)]
-    whole = OmegaConf.merge(defaults, layer) if known else layer
+    verl_names = [name for name, value in leaves(plain) if knows(name, value)]
+    whole = OmegaConf.merge(defaults, layer) if verl_names else layer
     others = [Note(name, value, "same") for name, value in leaves(plain) if not knows(name, value)]
     translation = translate(
-        [*((note.key, note.value) for note in others), *((name, _select(whole, name)) for name in known)],
+        [*((note.key, note.value) for note in others), *((name, _select(whole, name)) for name in verl_names)],
         theirs=theirs,
     )
-    for name in known:
+    for name in verl_names:
         _remove(plain, name.split("."))
     rest = OmegaConf.create(plain)
     for name, value in translation.ours[len(others) :]:
@@ -89,12 +89,12 @@ def leaves(config: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, A
 def _select(config: Any, key: str) -> Any:
     """A value with its references followed; one that leads nowhere stays as it is written. `???` is null."""
     try:
-        found = OmegaConf.select(config, key)
+        value = OmegaConf.select(config, key)
     except OmegaConfBaseException:
         *outer, leaf = key.split(".")
         parent = OmegaConf.select(config, ".".join(outer)) if outer else config
-        found = OmegaConf.to_container(parent)[leaf]  # type: ignore[call-overload, index]
-    return OmegaConf.to_container(found) if OmegaConf.is_config(found) else found
+        value = OmegaConf.to_container(parent)[leaf]  # type: ignore[call-overload, index]
+    return OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
 
 
 def _remove(config: dict[Any, Any], path: Sequence[str]) -> None:
@@ -119,9 +119,9 @@ def _translated(key: str, value: Any, beside: Mapping[str, Any], *, theirs: bool
         return {}, Note(key, value, "refused", rule.instead)
     if rule.convert is None:
         return {}, Note(key, value, "accepted", rule.text, reported=not rule.off)
-    found = rule.convert(value, beside)
-    if not found:
+    converted = rule.convert(value, beside)
+    if not converted:
         return {}, Note(key, value, "accepted", "off, as always here")
-    if found == {key: value}:
-        return found, Note(key, value, "same")
-    return found, Note(key, value, "converted", ", ".join(f"{name}={each}" for name, each in found.items()))
+    if converted == {key: value}:
+        return converted, Note(key, value, "same")
+    return converted, Note(key, value, "converted", ", ".join(f"{name}={each}" for name, each in converted.items()))

@@ -224,10 +224,10 @@ _NEEDS = (
 def idle_beside_others(config: Config, *, with_critic: bool, own_estimator: bool = False) -> Iterator[str]:
     """What is to be said of keys that have other values than their defaults, and are not read. `with_critic`: whether a
     critic is trained; `own_estimator`: whether advantages are made by a function of the user's."""
-    given = sorted(given_keys(config))
+    names = sorted(given_keys(config))
     of_critic = _WITH_CRITIC if with_critic else (_WITHOUT_CRITIC,)
     for need in (*_NEEDS, *of_critic, *(() if own_estimator else _OF_NAMED_ESTIMATORS)):
         groups = tuple(name for name in need.names if name.endswith("."))
-        idle = [name for name in given if name in need.names or name.startswith(groups)]
+        idle = [name for name in names if name in need.names or name.startswith(groups)]
         if idle and not need.is_met(config):
             yield f"{', '.join(idle)}: no effect without {need.what}"

@@ -77,12 +77,12 @@ def policies_of(config: Config) -> list[RunPolicy]:
         return [RunPolicy(config=config)]
     _check_run(config)
     common = replace(config, policies={})
-    found = [_policy(name, section, common) for name, section in config.policies.items()]
-    by_name = {policy.name: policy for policy in found}
-    for policy in found:
+    policies = [_policy(name, section, common) for name, section in config.policies.items()]
+    by_name = {policy.name: policy for policy in policies}
+    for policy in policies:
         if policy.checkpoints_of is not None:
-            _check_copied(policy, by_name.get(policy.checkpoints_of), found)
-    return _warmed_up(found)
+            _check_copied(policy, by_name.get(policy.checkpoints_of), policies)
+    return _warmed_up(policies)
 
 
 def _warmed_up(policies: list[RunPolicy]) -> list[RunPolicy]:
@@ -109,14 +109,14 @@ def engine_of_adapters(config: Config) -> tuple[Any, ...] | None:
 
     An engine cannot be shared by how calls are sampled alone: vLLM is started for temperature 1, or for others.
     """
-    ours = config.actor_rollout_ref
-    rollout, base = ours.rollout, base_of_adapter(config)
-    if base is None or ours.model.lora.merge or rollout.name == "sglang" or rollout.weight_transfer != "file":
+    section = config.actor_rollout_ref
+    rollout, base = section.rollout, base_of_adapter(config)
+    if base is None or section.model.lora.merge or rollout.name == "sglang" or rollout.weight_transfer != "file":
         return None
     usual = RolloutSection()
     engine = replace(rollout, **{key: getattr(usual, key) for key in _OF_SAMPLING})
     tempered = rollout.name == "vllm" and rollout.temperature != 1
-    return (*base, ours.model.attn_implementation, ours.actor.fsdp_config.model_dtype, tempered, repr(engine))
+    return (*base, section.model.attn_implementation, section.actor.fsdp_config.model_dtype, tempered, repr(engine))
 
 
 def samples_adapter(config: Config) -> bool:
@@ -167,26 +167,26 @@ def _check_run(config: Config) -> None:
         raise ConfigError("policies: none of them learns, since train_every is 0 for all; set one to 1")
 
 
-def _check_copied(policy: RunPolicy, copied: RunPolicy | None, found: list[RunPolicy]) -> None:
+def _check_copied(policy: RunPolicy, copied: RunPolicy | None, policies: list[RunPolicy]) -> None:
     """What plays with the checkpoints of another has its kind of weights, and there are checkpoints."""
     key, own, trainer = f"policies.{policy.name}", policy.config.actor_rollout_ref.model, policy.config.trainer
     if copied is None or copied.checkpoints_of is not None:
-        learning = ", ".join(each.name for each in found if each.checkpoints_of is None)
+        learning = ", ".join(each.name for each in policies if each.checkpoints_of is None)
         raise ConfigError(
             f"{key}.checkpoints_of={policy.checkpoints_of} is no policy that learns; there are {learning}"
         )
-    theirs = copied.config.actor_rollout_ref.model
+    copied_model = copied.config.actor_rollout_ref.model
     if own.lora_rank:
         raise ConfigError(
             f"{key}.checkpoints_of: checkpoints hold whole models, and policy {policy.name} is an adapter: set "
             f"{key}.actor_rollout_ref.model.lora_rank=0"
         )
-    if theirs.lora_rank and theirs.lora_export == "adapter":
+    if copied_model.lora_rank and copied_model.lora_export == "adapter":
         raise ConfigError(
             f"{key}.checkpoints_of: the checkpoints of policy {copied.name} hold its adapter alone: set "
             f"policies.{copied.name}.actor_rollout_ref.model.lora_export=merged"
         )
-    if (own.path, own.override_config) != (theirs.path, theirs.override_config):
+    if (own.path, own.override_config) != (copied_model.path, copied_model.override_config):
         raise ConfigError(
             f"{key}.actor_rollout_ref.model: it takes the weights of policy {copied.name}, so it must be the same "
             "model: leave out path and override_config"

@@ -49,15 +49,15 @@ line that fits a key holds; `*` is any part of a name. null asks for nothing, ev
 
 def page() -> str:
     """The text of `docs/config.md`."""
-    known = list(keys())
+    all_keys = list(keys())
     text = _HEAD
     text += "".join(
         f"| `{key.name}` | {_type(key.type)} | {_default(key)} | {key.text} |\n"
-        for key in known
+        for key in all_keys
         if key.kind == "effect"
     )
     text += _NO_EFFECT
-    text += "".join(f"| `{key.name}` | {_default(key)} | {key.text} |\n" for key in known if key.kind == "no_effect")
+    text += "".join(f"| `{key.name}` | {_default(key)} | {key.text} |\n" for key in all_keys if key.kind == "no_effect")
     text += _OF_VERL
     text += "".join(f"| {', '.join(f'`{name}`' for name in rule.patterns)} | {_verdict(rule)} |\n" for rule in RULES)
     return text

@@ -967,31 +967,31 @@ class Distillation(Section, frozen=True):
         """The teachers by name; none where there is no distillation. Raises TeacherUnusable for one that is wrong."""
         if not self.enabled:
             return {}
-        given = {name: each for name, each in (self.teacher_models or {}).items() if _names_a_model(each)}
-        found = {name: _teacher(name, each) for name, each in given.items()}
-        if not found:
+        sections = {name: each for name, each in (self.teacher_models or {}).items() if _names_a_model(each)}
+        by_name = {name: _teacher(name, each) for name, each in sections.items()}
+        if not by_name:
             raise TeacherUnusable(
                 "config key distillation.enabled=true needs a teacher: give "
                 "distillation.teacher_models.NAME.model_path (a folder or a hub's id), .server_urls (of vLLM or "
                 "SGLang) or .weights (the policy itself: initial, averaged or present)"
             )
-        for name, teacher in found.items():
-            if len(found) > 1 and teacher.key is None and teacher.agents is None:
+        for name, teacher in by_name.items():
+            if len(by_name) > 1 and teacher.key is None and teacher.agents is None:
                 raise TeacherUnusable(
                     f"config key distillation.teacher_models.{name}: of several teachers each says what it teaches: "
                     f"give key (of the tasks whose {self.teacher_key} is this) or agents"
                 )
-        return found
+        return by_name
 
 
-def _names_a_model(given: Any) -> bool:
-    return not isinstance(given, dict) or any(value is not None for value in given.values())
+def _names_a_model(section: Any) -> bool:
+    return not isinstance(section, dict) or any(value is not None for value in section.values())
 
 
-def _teacher(name: str, given: Any) -> TeacherModel:
+def _teacher(name: str, section: Any) -> TeacherModel:
     key = f"distillation.teacher_models.{name}"
     try:
-        teacher = msgspec.convert(given, TeacherModel)
+        teacher = msgspec.convert(section, TeacherModel)
         re.compile(teacher.agents or "")
     except msgspec.ValidationError as error:
         raise TeacherUnusable(
@@ -1270,15 +1270,15 @@ class BackendRefused(Explained):
     """
 
 
-def _backend(name: str, given: Any) -> BackendConfig:
+def _backend(name: str, section: Any) -> BackendConfig:
     key = f"gateway.backends.{name}"
-    if isinstance(given, dict) and "api_key" in given:
+    if isinstance(section, dict) and "api_key" in section:
         raise BackendRefused(
             f"config key {key}.api_key: a configuration is kept and shown, so no key stands in it; put the key into an "
             f"environment variable and give the variable's name: {key}.api_key_env=HELPER_API_KEY"
         )
     try:
-        backend = msgspec.convert(given, BackendConfig)
+        backend = msgspec.convert(section, BackendConfig)
     except msgspec.ValidationError as error:
         raise BackendRefused(f"config key {key}: {_advice(str(error))}") from None
     if not name:
@@ -1354,7 +1354,7 @@ class GatewayConfig(Section, frozen=True):
 
     def frozen_models(self) -> dict[str, BackendConfig]:
         """The backends by name. Raises BackendRefused for one that is wrong."""
-        return {name: _backend(name, given) for name, given in (self.backends or {}).items()}
+        return {name: _backend(name, section) for name, section in (self.backends or {}).items()}
 
 
 class SftSection(Section, frozen=True):

@@ -88,8 +88,8 @@ def _to(key: str, target: str, values: Mapping[Any, Any] | None = None, instead:
     if values is None:
         return Rule((key,), f"`{target}`", convert=lambda value, _: {target: value})
     shown = ", ".join(f"{name}: {value}" for name, value in values.items() if name != value)
-    said = f"`{target}` ({shown})" if shown else f"`{target}`"
-    return Rule((key,), said, tuple(values), instead, lambda value, _: {target: values[value]})
+    text = f"`{target}` ({shown})" if shown else f"`{target}`"
+    return Rule((key,), text, tuple(values), instead, lambda value, _: {target: values[value]})
 
 
 def _each(pattern: str, targets: tuple[str, ...], text: str) -> Rule:
@@ -97,9 +97,9 @@ def _each(pattern: str, targets: tuple[str, ...], text: str) -> Rule:
     return Rule((pattern,), text, convert=lambda value, _: dict.fromkeys(targets, value) if value else {})
 
 
-def _overlong(truncation: str, given: Mapping[str, Any]) -> str:
+def _overlong(truncation: str, beside: Mapping[str, Any]) -> str:
     keys = (f"algorithm.rollout_correction.{name}" for name in ("bypass_mode", "rollout_is", "rollout_rs"))
-    corrected = any(given.get(key) not in (None, False) for key in keys)
+    corrected = any(beside.get(key) not in (None, False) for key in keys)
     return "truncate_left" if truncation == "left" and not corrected else "drop_row"
 
 
@@ -188,7 +188,7 @@ RULES: list[Rule] = [
         "sampler's log probabilities, which are of the whole context",
         ("error", "left"),
         "no prompt is cut before it is sampled from: data.overlong says what becomes of a row that is too long",
-        lambda value, given: {"data.overlong": _overlong(value, given)},
+        lambda value, beside: {"data.overlong": _overlong(value, beside)},
     ),
     _to("data.tool_config_path", f"{_ROLLOUT}multi_turn.tool_config_path"),
     _to("data.function_tool_path", f"{_ROLLOUT}multi_turn.function_tool_path"),

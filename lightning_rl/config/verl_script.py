@@ -80,9 +80,9 @@ def command_of(script: Path, environment: Mapping[str, str] = os.environ) -> Ver
 
 def _one(commands: list[list[str]], script: Path) -> list[str]:
     if len(commands) != 1:
-        found = "no command" if not commands else f"{len(commands)} commands"
+        count = "no command" if not commands else f"{len(commands)} commands"
         raise ScriptError(
-            f"{script} holds {found} of the form `python -m verl.trainer.main_ppo key=value ...` that bash comes to: "
+            f"{script} holds {count} of the form `python -m verl.trainer.main_ppo key=value ...` that bash comes to: "
             "set the environment variables that the script asks for, or write the overrides behind `lightning-rl train`"
         )
     return commands[0]
@@ -93,16 +93,16 @@ def _commands(script: Path, environment: Mapping[str, str]) -> list[list[str]]:
     bash = shutil.which("bash")
     if bash is None:
         raise ScriptError(f"{script} is read by bash, and there is none: write the overrides into a file of words")
-    text = _REDIRECTION.sub(lambda found: found["kept"] or " ", script.read_text())
+    text = _REDIRECTION.sub(lambda match: match["kept"] or " ", script.read_text())
     text = _OWN_NAME.sub("$0", text)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as noted:
         preamble = Path(folder) / "preamble"
         preamble.write_text(_PREAMBLE)
-        known = {name: value for name, value in environment.items() if not name.startswith("BASH_FUNC_")}
+        variables = {name: value for name, value in environment.items() if not name.startswith("BASH_FUNC_")}
         try:
             subprocess.run(
                 [bash, "-r", "-c", text, str(script)],
-                env={**known, "BASH_ENV": str(preamble), "NOTED": str(noted.fileno())},
+                env={**variables, "BASH_ENV": str(preamble), "NOTED": str(noted.fileno())},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 pass_fds=[noted.fileno()],
@@ -112,8 +112,8 @@ def _commands(script: Path, environment: Mapping[str, str]) -> list[list[str]]:
         except subprocess.TimeoutExpired as error:
             raise ScriptError(f"{script} does not come to an end within {_SECONDS} s when bash reads it") from error
         noted.seek(0)
-        found = noted.read().decode()
-    return [command.split("\0") for command in found.split("\0\1\0") if command]
+        words = noted.read().decode()
+    return [command.split("\0") for command in words.split("\0\1\0") if command]
 
 
 def _options(words: list[str]) -> tuple[dict[str, str], list[str]]:

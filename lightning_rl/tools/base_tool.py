@@ -73,8 +73,8 @@ class BaseTool:
 
 def schema_of(tool: BaseTool) -> OpenAIFunctionToolSchema:
     """The schema that a tool was given, else the one that its class gives."""
-    given = tool.tool_schema if tool.tool_schema is not None else tool.get_openai_tool_schema()
-    return tool_schema(given, f"tool {type(tool).__module__}.{type(tool).__qualname__}")
+    schema = tool.tool_schema if tool.tool_schema is not None else tool.get_openai_tool_schema()
+    return tool_schema(schema, f"tool {type(tool).__module__}.{type(tool).__qualname__}")
 
 
 def check_required(tool: BaseTool, arguments: Mapping[str, Any]) -> None:

@@ -27,8 +27,8 @@ def as_tool(
     if is_langchain_tool(thing):
         return LangChainTool(thing, timeout)
     if callable(thing):
-        told = Mark(name, schema, timeout)
-        return FunctionTool(thing, mark_of(thing) if told == Mark() else told)
+        mark = Mark(name, schema, timeout)
+        return FunctionTool(thing, mark_of(thing) if mark == Mark() else mark)
     raise ToolError(
         f"{thing!r} of type {type(thing).__name__} is no tool; give a BaseTool, a function, or a LangChain tool"
     )
@@ -50,14 +50,14 @@ def merged(placed: Iterable[tuple[BaseTool, str]]) -> list[BaseTool]:
     """
     by_name: dict[str, list[tuple[BaseTool, str]]] = defaultdict(list)
     for tool, place in placed:
-        found = by_name[tool.name]
-        if all(_origin(tool) is not _origin(other) for other, _ in found):
-            found.append((tool, place))
-    twice = {name: [place for _, place in found] for name, found in by_name.items() if len(found) > 1}
+        namesakes = by_name[tool.name]
+        if all(_origin(tool) is not _origin(other) for other, _ in namesakes):
+            namesakes.append((tool, place))
+    twice = {name: [place for _, place in namesakes] for name, namesakes in by_name.items() if len(namesakes) > 1}
     if twice:
-        told = "; ".join(f"{name!r} in {' and in '.join(places)}" for name, places in sorted(twice.items()))
-        raise ToolError(f"a name is one tool, and these are several: {told}; rename all but one of each")
-    return [found[0][0] for found in by_name.values()]
+        conflicts = "; ".join(f"{name!r} in {' and in '.join(places)}" for name, places in sorted(twice.items()))
+        raise ToolError(f"a name is one tool, and these are several: {conflicts}; rename all but one of each")
+    return [namesakes[0][0] for namesakes in by_name.values()]
 
 
 def _origin(tool: BaseTool) -> Any:

@@ -35,8 +35,8 @@ def load_tools(multi_turn: MultiTurn) -> list[BaseTool]:
     try:
         if multi_turn.tool_config_path is not None:
             placed += declared_tools(multi_turn.tool_config_path)
-        given = multi_turn.function_tool_path
-        for path in [given] if isinstance(given, str) else given or []:
+        paths = multi_turn.function_tool_path
+        for path in [paths] if isinstance(paths, str) else paths or []:
             placed += tools_of(path)
         return merged(placed)
     except (ToolError, NotLoadable) as error:
@@ -75,10 +75,10 @@ def tools_of(place: str) -> list[tuple[BaseTool, str]]:
         ToolError: there is no such file or module, it cannot be imported, or it has no tool.
     """
     module = _module(place)
-    found = [(as_tool(thing), f"{place}:{name}") for name, thing in _things(module)]
-    if not found:
+    tools = [(as_tool(thing), f"{place}:{name}") for name, thing in _things(module)]
+    if not tools:
         raise ToolError(f"function_tool_path {place!r}: there is no tool in it; mark its functions with @function_tool")
-    return found
+    return tools
 
 
 def _things(module: ModuleType) -> Iterator[tuple[str, Any]]:

@@ -40,18 +40,18 @@ def declared_tools(path: str) -> list[Placed]:
     if not isinstance(entries, list) or not entries:
         raise ToolError(f"tool_config_path {file}: it has no list `tools:`")
     servers: dict[str, McpServer] = {}
-    found = []
+    tools = []
     for at, entry in enumerate(entries):
         where = f"{file}: tools[{at}]"
         _check_keys(where, entry, _ENTRY)
         kind = (entry.get("config") or {}).get("type", "native")
         if kind == "native":
-            found.append((_native(where, entry), where))
+            tools.append((_native(where, entry), where))
         elif kind == "mcp":
-            found += _mcp(where, entry, file.parent, servers)
+            tools += _mcp(where, entry, file.parent, servers)
         else:
             raise ToolError(f"{where}: config.type is {kind!r}; there are native and mcp")
-    return found
+    return tools
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def _native(where: str, entry: Mapping[str, Any]) -> BaseTool:
     if entry.get("mcp") is not None:
         raise ToolError(f"{where}: `mcp` is for config.type: mcp")
     made = _class(where, entry.get("class_name"), BaseTool)
-    given = entry.get("tool_schema")
-    schema = None if given is None else tool_schema(given, where)
+    raw_schema = entry.get("tool_schema")
+    schema = None if raw_schema is None else tool_schema(raw_schema, where)
     return made(config=dict(entry.get("config") or {}), tool_schema=schema)  # type: ignore[no-any-return]
 
 
@@ -82,10 +82,10 @@ def _class(where: str, name: Any, base: type) -> Any:
             f"{where}: {name} is verl's, which is not installed; copy the class into a module of yours and import its "
             "base from lightning_rl.tools, the rest stays as it is"
         )
-    found = load(f"{module}:{attribute}", f"{where}: class_name")
-    if not (isinstance(found, type) and issubclass(found, base)):
+    candidate = load(f"{module}:{attribute}", f"{where}: class_name")
+    if not (isinstance(candidate, type) and issubclass(candidate, base)):
         raise ToolError(f"{where}: class_name {name} is no subclass of {base.__module__}.{base.__qualname__}")
-    return found
+    return candidate
 
 
 def _mcp(where: str, entry: Mapping[str, Any], folder: Path, servers: dict[str, McpServer]) -> list[Placed]:
@@ -98,33 +98,39 @@ def _mcp(where: str, entry: Mapping[str, Any], folder: Path, servers: dict[str, 
     config = dict(entry.get("config") or {})
     if made is McpTool:
         _check_keys(f"{where}: config", config, _OF_OUR_MCP)
-    said = entry.get("mcp") or {}
-    _check_keys(f"{where}: mcp", said, _MCP)
+    options = entry.get("mcp") or {}
+    _check_keys(f"{where}: mcp", options, _MCP)
     tools: list[Placed] = []
-    for server in _servers(where, said.get("mcp_servers_config_path"), folder, config.get("rate_limit"), servers):
+    for server in _servers(where, options.get("mcp_servers_config_path"), folder, config.get("rate_limit"), servers):
         for listed in server.tools():
-            told = {"name": listed.name, "description": listed.description or "", "parameters": listed.input_schema}
+            function_schema = {
+                "name": listed.name,
+                "description": listed.description or "",
+                "parameters": listed.input_schema,
+            }
             place = f"{where}: server {server.name!r}"
-            tool = made(config=config, tool_schema=tool_schema(told, place))
+            tool = made(config=config, tool_schema=tool_schema(function_schema, place))
             tool.server = server
             tools.append((tool, place))
-    return _selected(where, tools, said.get("tool_selected_list"))
+    return _selected(where, tools, options.get("tool_selected_list"))
 
 
 def _selected(where: str, tools: list[Placed], names: list[str] | None) -> list[Placed]:
     if not names:
         return tools
-    known = [tool.name for tool, _ in tools]
+    available = [tool.name for tool, _ in tools]
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in available:
+            near = difflib.get_close_matches(name, available, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ToolError(f"{where}: tool_selected_list names {name!r}; the servers have {', '.join(known)}{hint}")
+            raise ToolError(
+                f"{where}: tool_selected_list names {name!r}; the servers have {', '.join(available)}{hint}"
+            )
     return [(tool, place) for tool, place in tools if tool.name in names]
 
 
 def _servers(
-    where: str, path: Any, folder: Path, rate_limit: float | None, known: dict[str, McpServer]
+    where: str, path: Any, folder: Path, rate_limit: float | None, servers_by_key: dict[str, McpServer]
 ) -> list[McpServer]:
     """The servers of an `mcpServers` file; the same one twice is one server."""
     if not path:
@@ -136,21 +142,21 @@ def _servers(
         specs = json.loads(file.read_text())["mcpServers"]
     except (ValueError, KeyError, TypeError) as error:
         raise ToolError(f"{where}: {file} is no JSON file with {{mcpServers: {{...}}}}: {error}") from error
-    found = []
+    servers = []
     for name, spec in specs.items():
         _check_keys(f"{file}: mcpServers.{name}", spec, _SERVER)
         if ("command" in spec) == ("url" in spec):
             raise ToolError(f"{file}: mcpServers.{name} has either `command` or `url`")
         key = json.dumps([spec, rate_limit], sort_keys=True)
-        found.append(known.setdefault(key, McpServer(name, spec, rate_limit)))
-    return found
+        servers.append(servers_by_key.setdefault(key, McpServer(name, spec, rate_limit)))
+    return servers
 
 
-def _check_keys(where: str, given: Any, known: Iterable[str]) -> None:
-    if not isinstance(given, Mapping):
-        raise ToolError(f"{where} is {given!r}; it is a mapping with {', '.join(known)}")
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), list(known), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(known)}"
+def _check_keys(where: str, mapping: Any, valid_keys: Iterable[str]) -> None:
+    if not isinstance(mapping, Mapping):
+        raise ToolError(f"{where} is {mapping!r}; it is a mapping with {', '.join(valid_keys)}")
+    for key in mapping:
+        if key not in valid_keys:
+            near = difflib.get_close_matches(str(key), list(valid_keys), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(valid_keys)}"
             raise ToolError(f"{where}: {key!r} is unknown{hint}")

@@ -57,8 +57,8 @@ def function_tool(name: Any = None, *, schema: Schema | None = None, timeout: fl
 
 def mark_of(function: Any) -> Mark | None:
     """How a function is marked, if it is."""
-    found = vars(function).get(_MARK) if hasattr(function, "__dict__") else None
-    return found if isinstance(found, Mark) else None
+    mark = vars(function).get(_MARK) if hasattr(function, "__dict__") else None
+    return mark if isinstance(mark, Mark) else None
 
 
 def _marked(function: Any, mark: Mark) -> Any:
@@ -84,13 +84,17 @@ class FunctionTool(BaseTool):
         if self.mark.schema is None:
             signature = Signature(function)
             self._bind = signature.bind
-            told = {"name": signature.name, "description": signature.description, "parameters": signature.parameters}
+            function_schema = {
+                "name": signature.name,
+                "description": signature.description,
+                "parameters": signature.parameters,
+            }
         else:
-            given = tool_schema(self.mark.schema, place_of(function))
-            self._bind = AsWritten(function, given).bind
-            told = given.request_form()["function"]
+            schema = tool_schema(self.mark.schema, place_of(function))
+            self._bind = AsWritten(function, schema).bind
+            function_schema = schema.request_form()["function"]
         super().__init__(
-            {}, tool_schema(told | ({"name": self.mark.name} if self.mark.name else {}), place_of(function))
+            {}, tool_schema(function_schema | ({"name": self.mark.name} if self.mark.name else {}), place_of(function))
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

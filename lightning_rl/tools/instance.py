@@ -33,13 +33,13 @@ class Instance:
         """
         if self._creation is None or _failed(self._creation):
             self._creation = asyncio.create_task(self._create())
-        found, _ = await asyncio.shield(self._creation)
-        return found
+        instance_id, _ = await asyncio.shield(self._creation)
+        return instance_id
 
     def greeting(self) -> ToolResponse | None:
         """What `create` said, the first time it is asked for."""
-        said, self._said = self._said, None
-        return said
+        response, self._said = self._said, None
+        return response
 
     async def release(self) -> None:
         """Give the state back; what goes wrong is logged, since the trajectory is over."""
@@ -71,11 +71,11 @@ class Instance:
             value: Any = await self.tool.create(None, **self._passed())
         except SystemExit as error:  # in a task it would end the event loop
             raise RuntimeError(f"create raised SystemExit: {error}") from error
-        found, said = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
-        if not isinstance(found, str):
+        instance_id, response = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+        if not isinstance(instance_id, str):
             raise TypeError(f"create returned {value!r}; it returns (instance id, ToolResponse)")
-        self._said = said if isinstance(said, ToolResponse) and not said.is_empty() else None
-        return found, said or ToolResponse()
+        self._said = response if isinstance(response, ToolResponse) and not response.is_empty() else None
+        return instance_id, response or ToolResponse()
 
     def _passed(self) -> dict[str, Any]:
         """The arguments by name, and in verl's way, all of them under `create_kwargs`, where that is taken too."""

@@ -55,14 +55,14 @@ def _name(node: Mapping[str, Any]) -> str | None:
 
 def _reached(schema: Any, defs: Mapping[str, Any]) -> set[str]:
     """The names of the types that a schema leads to."""
-    found: set[str] = set()
+    names: set[str] = set()
     open_ = _names(schema)
     while open_:
         name = open_.pop()
-        if name not in found:
-            found.add(name)
+        if name not in names:
+            names.add(name)
             open_ |= _names(defs[name])
-    return found
+    return names
 
 
 def _names(node: Any) -> set[str]:
@@ -71,7 +71,7 @@ def _names(node: Any) -> set[str]:
     if not isinstance(node, Mapping):
         return set()
     name = _name(node)
-    inner = {found for key, value in node.items() if key not in _VALUES for found in _names(value)}
+    inner = {inner_name for key, value in node.items() if key not in _VALUES for inner_name in _names(value)}
     return inner | ({name} if name is not None else set())
 
 

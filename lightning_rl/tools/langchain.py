@@ -59,8 +59,8 @@ def _shown(value: Any) -> Any:
 
 def _image(block: dict[str, Any]) -> Any:
     if block["type"] == "image_url":
-        given = block["image_url"]
-        return given["url"] if isinstance(given, dict) else given
+        image_url = block["image_url"]
+        return image_url["url"] if isinstance(image_url, dict) else image_url
     data = block.get("base64") or block.get("data")
     return f"data:{block.get('mime_type', 'image/png')};base64,{data}" if data else block.get("url")
 

@@ -47,15 +47,15 @@ class ResultLimits:
         if self.max_length is None or (self.tokenizer is None and len(text) <= self.max_length):
             return text, 0
         ends = self._ends(text)
-        kept = self.max_length
-        gone = len(ends) - kept
-        if gone <= 0:
+        limit = self.max_length
+        excess = len(ends) - limit
+        if excess <= 0:
             return text, 0
         if self.side == "left":
-            return "(truncated)..." + text[ends[gone - 1] :], gone
+            return "(truncated)..." + text[ends[excess - 1] :], excess
         if self.side == "right":
-            return text[: ends[kept - 1]] + "...(truncated)", gone
-        half = kept // 2
+            return text[: ends[limit - 1]] + "...(truncated)", excess
+        half = limit // 2
         head = text[: ends[half - 1]] if half else ""
         tail = text[ends[len(ends) - half - 1] :] if half else ""
         return f"{head}...(truncated)...{tail}", len(ends) - 2 * half

@@ -88,15 +88,15 @@ def _is_array(thing: Any) -> bool:
     return hasattr(thing, "__array__") and not isinstance(thing, Image.Image)
 
 
-def _videos(given: list[Any]) -> Iterator[list[Any]]:
+def _videos(videos: list[Any]) -> Iterator[list[Any]]:
     """The frames of each video; a list that holds images is one video."""
     whole = [
-        isinstance(one, list | tuple) or (_is_array(one) and np.ndim(one) == 4) or _is_animated(one) for one in given
+        isinstance(one, list | tuple) or (_is_array(one) and np.ndim(one) == 4) or _is_animated(one) for one in videos
     ]
-    if given and not any(whole):
-        yield list(given)
+    if videos and not any(whole):
+        yield list(videos)
         return
-    for one, is_whole in zip(given, whole, strict=True):
+    for one, is_whole in zip(videos, whole, strict=True):
         if not is_whole:
             raise TypeError(
                 f"a tool's video is of type {type(one).__name__} beside whole ones; give a list of its frames"

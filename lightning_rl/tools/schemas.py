@@ -53,8 +53,8 @@ class OpenAIFunctionToolSchema(_Whole):
     def request_form(self) -> dict[str, Any]:
         """The dict that a request holds: what was given, with the parts that every tool has."""
         function = self.function.model_dump(exclude_unset=True)
-        given = function.pop("parameters", {})
-        parameters = {"type": "object", "properties": {}} | given
+        own_parameters = function.pop("parameters", {})
+        parameters = {"type": "object", "properties": {}} | own_parameters
         return {"type": "function", "function": {"name": "", "description": ""} | function | {"parameters": parameters}}
 
 
@@ -169,5 +169,5 @@ def _metric(value: Any) -> Any:
         json.dumps(value, allow_nan=False)
         return value
     except (TypeError, ValueError, RecursionError):
-        found = number(value)
-    return f"{value!r:.1000}" if found is None or not math.isfinite(found) else found
+        as_float = number(value)
+    return f"{value!r:.1000}" if as_float is None or not math.isfinite(as_float) else as_float

@@ -52,11 +52,11 @@ class Signature:
                 )
         doc = parse_docstring(_docstring(function, plain, self.called), style=DocstringStyle.GOOGLE)
         self.description = (doc.description or "").strip()
-        told = {one.arg_name: " ".join((one.description or "").split()) for one in doc.params}
+        descriptions = {one.arg_name: " ".join((one.description or "").split()) for one in doc.params}
         hints = _hints(plain, self.called)
         self._adapters = {name: self._adapter(one, hints) for name, one in visible.items()}
         self._required = [name for name, one in visible.items() if one.default is one.empty]
-        self.parameters = self._schema(visible, hints, told)
+        self.parameters = self._schema(visible, hints, descriptions)
 
     def bind(self, given: Mapping[str, Any]) -> inspect.BoundArguments:
         """The arguments, checked and converted.
@@ -99,7 +99,7 @@ class Signature:
         return ToolError(f"{self.called}: argument {name!r} of type {_type_name(hint)} has no JSON schema: {first}")
 
     def _schema(
-        self, visible: Mapping[str, inspect.Parameter], hints: Mapping[str, Any], told: Mapping[str, str]
+        self, visible: Mapping[str, inspect.Parameter], hints: Mapping[str, Any], descriptions: Mapping[str, str]
     ) -> dict[str, Any]:
         for name, adapter in self._adapters.items():  # one by one, so that an error can name its argument
             try:
@@ -110,24 +110,24 @@ class Signature:
         properties = {}
         for name, parameter in visible.items():
             one = dict(made[name, "validation"])
-            properties[name] = one | {"description": self._description(name, hints[name], one, told)}
+            properties[name] = one | {"description": self._description(name, hints[name], one, descriptions)}
             if parameter.default is not parameter.empty:
                 properties[name] |= _default(self._adapters[name], parameter.default)
         parameters = {"type": "object", "properties": properties, "required": self._required}
         return inlined(parameters, shared.get("$defs", {}))
 
-    def _description(self, name: str, hint: Any, made: Mapping[str, Any], told: Mapping[str, str]) -> str:
+    def _description(self, name: str, hint: Any, made: Mapping[str, Any], descriptions: Mapping[str, str]) -> str:
         annotated = [text for text in get_args(hint)[1:] if isinstance(text, str)] if _is_annotated(hint) else []
         own = str(made.get("description", "")) if _is_annotated(hint) else ""
-        found = told.get(name) or next(iter(annotated), "") or own
-        if not found:
-            near = difflib.get_close_matches(name, told.keys() - self._adapters.keys(), n=1)
+        description = descriptions.get(name) or next(iter(annotated), "") or own
+        if not description:
+            near = difflib.get_close_matches(name, descriptions.keys() - self._adapters.keys(), n=1)
             hint_at = f"; its docstring describes {near[0]!r}" if near else ""
             raise ToolError(
                 f"{self.called}: argument {name!r} has no description; add `{name}: what it is` under `Args:` in the "
                 f"docstring{hint_at}"
             )
-        return found
+        return description
 
 
 class AsWritten:
@@ -252,8 +252,8 @@ def _wrong(name: str, error: ValidationError) -> list[str]:
     def at(where: tuple[Any, ...]) -> str:
         return ".".join(map(str, (name, *where)))
 
-    found = error.errors(include_url=False, include_context=False)
-    return [f"{at(one['loc'])}: {one['msg']}, not {_short(one['input'])}" for one in found]
+    errors = error.errors(include_url=False, include_context=False)
+    return [f"{at(one['loc'])}: {one['msg']}, not {_short(one['input'])}" for one in errors]
 
 
 def _short(value: Any) -> str:

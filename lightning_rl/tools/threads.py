@@ -41,6 +41,6 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 def _told(error: BaseException) -> RuntimeError:
     shown = "".join(traceback.format_exception_only(error)).strip()  # also where the error cannot be shown
-    told = RuntimeError(f"the function raised {shown}")
-    told.__cause__ = error
-    return told
+    failure = RuntimeError(f"the function raised {shown}")
+    failure.__cause__ = error
+    return failure

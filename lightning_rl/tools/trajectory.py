@@ -84,12 +84,12 @@ class TrajectoryTools:
         selection: Sequence[str] | None = None,
         create_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        known = {tool.name: tool for tool in merged((as_tool(one), f"tools[{at}]") for at, one in enumerate(tools))}
-        _check_known("selection", selection or (), known)
-        _check_known("create_kwargs", create_kwargs or (), known)
-        chosen = known if selection is None else {name: known[name] for name in known if name in set(selection)}
-        given = create_kwargs or {}
-        self._instances = {name: Instance(tool, given.get(name, {})) for name, tool in chosen.items()}
+        by_name = {tool.name: tool for tool in merged((as_tool(one), f"tools[{at}]") for at, one in enumerate(tools))}
+        _check_known("selection", selection or (), by_name)
+        _check_known("create_kwargs", create_kwargs or (), by_name)
+        chosen = by_name if selection is None else {name: by_name[name] for name in by_name if name in set(selection)}
+        kwargs = create_kwargs or {}
+        self._instances = {name: Instance(tool, kwargs.get(name, {})) for name, tool in chosen.items()}
         self._limits = limits
         self._slots = asyncio.Semaphore(limits.max_parallel_calls)
         self._running: set[asyncio.Task[ToolResult]] = set()
@@ -166,8 +166,8 @@ class TrajectoryTools:
             raise
         except BaseException as error:  # sys.exit() in a tool, or what a library in Rust raises where it panics
             if clock.expired():
-                told = f"it took longer than {tool.timeout_seconds:g} seconds and was given up."
-                raise _refused(call, "timeout", told) from error
+                message = f"it took longer than {tool.timeout_seconds:g} seconds and was given up."
+                raise _refused(call, "timeout", message) from error
             _log.warning("tool %r raised, and the model is told so", call.name, exc_info=error)
             raise _refused(call, type(error).__name__, f"it raised {_said(error)}") from error
         return _joined(instance.greeting(), value)
@@ -207,25 +207,25 @@ class TrajectoryTools:
 
 def _arguments(call: ToolCall) -> dict[str, Any]:
     try:
-        found = json.loads(call.arguments) if call.arguments.strip() else {}
+        arguments = json.loads(call.arguments) if call.arguments.strip() else {}
     except ValueError as error:
-        told = f"its arguments are no valid JSON: {error}. Call it again with one JSON object."
-        raise _refused(call, "malformed arguments", told) from error
+        message = f"its arguments are no valid JSON: {error}. Call it again with one JSON object."
+        raise _refused(call, "malformed arguments", message) from error
     except RecursionError as error:
         raise _refused(call, "malformed arguments", "its arguments are nested too deeply.") from error
-    if not isinstance(found, dict):
-        told = f'its arguments are a JSON {_JSON_NAMES[type(found)]}, and must be an object: {{"name": value}}.'
-        raise _refused(call, "malformed arguments", told)
-    return found
+    if not isinstance(arguments, dict):
+        message = f'its arguments are a JSON {_JSON_NAMES[type(arguments)]}, and must be an object: {{"name": value}}.'
+        raise _refused(call, "malformed arguments", message)
+    return arguments
 
 
 _LONG = 100_000  # characters: what is counted in tokens for longer than the event loop may wait
 _JSON_NAMES = {list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
-def _refused(call: ToolCall, reason: str, told: str) -> _CallRefused:
-    _log.info("call of tool %r failed (%s): %s", call.name, reason, encodable(told))
-    return _CallRefused(reason, f"{call.name}: {told}")
+def _refused(call: ToolCall, reason: str, message: str) -> _CallRefused:
+    _log.info("call of tool %r failed (%s): %s", call.name, reason, encodable(message))
+    return _CallRefused(reason, f"{call.name}: {message}")
 
 
 def _said(error: BaseException) -> str:
@@ -233,24 +233,24 @@ def _said(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip()
 
 
-def _joined(said: ToolResponse | None, value: Returned) -> Returned:
+def _joined(greeting: ToolResponse | None, value: Returned) -> Returned:
     """The value, after what the tool said when it was created."""
-    if said is None:
+    if greeting is None:
         return value
     response, reward, metrics = value
-    text = "\n".join(one for one in (said.text, response.text) if one) or None
-    image, video = (said.image or []) + (response.image or []), (said.video or []) + (response.video or [])
+    text = "\n".join(one for one in (greeting.text, response.text) if one) or None
+    image, video = (greeting.image or []) + (response.image or []), (greeting.video or []) + (response.video or [])
     return ToolResponse(text=text, image=image or None, video=video or None), reward, metrics
 
 
-def _check_known(what: str, names: Iterable[str], known: Mapping[str, BaseTool]) -> None:
-    unknown = [name for name in names if name not in known]
+def _check_known(field: str, names: Iterable[str], tools: Mapping[str, BaseTool]) -> None:
+    unknown = [name for name in names if name not in tools]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
+        near = difflib.get_close_matches(unknown[0], tools, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ToolError(
-            f"{what} of the sample names {', '.join(map(repr, unknown))}, which no tool has; there are "
-            f"{', '.join(known) or 'none'}{hint}"
+            f"{field} of the sample names {', '.join(map(repr, unknown))}, which no tool has; there are "
+            f"{', '.join(tools) or 'none'}{hint}"
         )
 
 
