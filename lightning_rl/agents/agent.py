@@ -86,8 +86,8 @@ class FunctionAgent(Agent):
     def named_models(self) -> list[str]:
         """The parameters beside `llm` that must be given an `LLM`: their names are those of models."""
         parameters = inspect.signature(self.function).parameters
-        asked = (name for name in self._injected if name != "llm" and _asks_for(parameters[name].annotation, LLM))
-        return [name for name in asked if name not in self._optional]
+        names = (name for name in self._injected if name != "llm" and _asks_for(parameters[name].annotation, LLM))
+        return [name for name in names if name not in self._optional]
 
     def check_resources(self, available: Collection[str]) -> None:
         """Raises AgentSignature for a parameter that takes a resource which the run does not publish."""
@@ -102,15 +102,15 @@ class FunctionAgent(Agent):
 
     def rollout(self, task: Any, resources: Mapping[str, Any], rollout: Any) -> Any:
         """Call the function with the task and the resources that its signature names."""
-        given: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         for name, resource in self._injected.items():
             if name == "resources":
-                given[name] = resources
+                arguments[name] = resources
             elif name == "rollout":
-                given[name] = rollout
+                arguments[name] = rollout
             elif resource in resources or name not in self._optional:
-                given[name] = _resolved(resources, resource, rollout)
-        return self.function(task, **given)
+                arguments[name] = _resolved(resources, resource, rollout)
+        return self.function(task, **arguments)
 
     def __reduce__(self) -> Any:
         # By reference where the child can import it, so that module state (an open client, say) is not copied.
@@ -303,7 +303,7 @@ def _asks_for(annotation: Any, kind: type) -> bool:
 
 
 def _lookup(module: str, qualname: str) -> Any:
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found
+        value = getattr(value, part, None)
+    return value

@@ -42,16 +42,16 @@ def async_http_client() -> Any:
 
 def openai_client() -> openai.OpenAI:
     """A client without an endpoint: `with_options(base_url=..., api_key=...)` gives it one."""
-    found: openai.OpenAI = _in_process("openai", lambda: openai.OpenAI(**_UNUSED, http_client=http_client()))
-    return found
+    client: openai.OpenAI = _in_process("openai", lambda: openai.OpenAI(**_UNUSED, http_client=http_client()))
+    return client
 
 
 def async_openai_client() -> openai.AsyncOpenAI:
     """The same, of the running event loop; outside of one, a new one."""
-    found: openai.AsyncOpenAI = _in_loop(
+    client: openai.AsyncOpenAI = _in_loop(
         "openai", lambda: openai.AsyncOpenAI(**_UNUSED, http_client=async_http_client())
     )
-    return found
+    return client
 
 
 def anthropic_client() -> "anthropic.Anthropic":
@@ -61,8 +61,8 @@ def anthropic_client() -> "anthropic.Anthropic":
     def make() -> anthropic.Anthropic:
         return anthropic.Anthropic(**_UNUSED, http_client=_kept(anthropic.DefaultHttpxClient))
 
-    found: anthropic.Anthropic = _in_process("anthropic", make)
-    return found
+    client: anthropic.Anthropic = _in_process("anthropic", make)
+    return client
 
 
 def async_anthropic_client() -> "anthropic.AsyncAnthropic":
@@ -72,8 +72,8 @@ def async_anthropic_client() -> "anthropic.AsyncAnthropic":
     def make() -> anthropic.AsyncAnthropic:
         return anthropic.AsyncAnthropic(**_UNUSED, http_client=_kept(anthropic.DefaultAsyncHttpxClient))
 
-    found: anthropic.AsyncAnthropic = _in_loop("anthropic", make)
-    return found
+    client: anthropic.AsyncAnthropic = _in_loop("anthropic", make)
+    return client
 
 
 def make_for_forked() -> None:
@@ -96,7 +96,7 @@ def warm_up() -> None:
     """
     httpx: Any = sys.modules[openai.DefaultHttpxClient.__mro__[1].__module__]  # of openai 2 httpx, of openai 3 httpx2
     function = {"name": "add", "arguments": "{}"}
-    asked: Any = {
+    assistant_message: Any = {
         "role": "assistant",
         "content": None,
         "tool_calls": [{"id": "1", "type": "function", "function": function}],
@@ -104,7 +104,7 @@ def warm_up() -> None:
     messages: list[Any] = [
         {"role": "system", "content": "-"},
         {"role": "user", "content": "-"},
-        asked,
+        assistant_message,
         {"role": "tool", "tool_call_id": "1", "content": "-"},
     ]
     tool: Any = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -113,7 +113,7 @@ def warm_up() -> None:
         "object": "chat.completion",
         "created": 0,
         "model": "-",
-        "choices": [{"index": 0, "finish_reason": "tool_calls", "message": asked}],
+        "choices": [{"index": 0, "finish_reason": "tool_calls", "message": assistant_message}],
         "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
     }
     transport = httpx.MockTransport(lambda _: httpx.Response(200, json=answer))

@@ -118,13 +118,13 @@ def emit_message(text: str, *, attributes: Mapping[str, Any] | None = None) -> N
 def emit_object(value: Any, *, attributes: Mapping[str, Any] | None = None) -> None:
     """Record a JSON-able value, with `attributes` beside it. Raises TypeError for any other."""
     try:
-        told = json.dumps(value, allow_nan=False)
+        encoded = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(f"emit_object: the object cannot be written as JSON: {error}") from error
     beside = flattened(attributes or {})
     emitted = _running()
     if emitted is not None:
-        emitted.object(told, beside)
+        emitted.object(encoded, beside)
 
 
 def emit_exception(error: BaseException, *, attributes: Mapping[str, Any] | None = None) -> None:
@@ -222,9 +222,9 @@ def _running() -> "Emitted | None":
     return running()
 
 
-def _text(value: object, what: str) -> str:
+def _text(value: object, where: str) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{what} is text, got {value!r}")
+        raise TypeError(f"{where} is text, got {value!r}")
     return encodable(value)
 
 

@@ -72,8 +72,8 @@ class Emitted:
                 reward_id = f"{self._attempt_id}-call-{len(self.call_rewards)}"
                 self.call_rewards.append(Reward(value=value, name=name, call_id=call_id, reward_id=reward_id))
         of_call = {} if call_id is None else {semconv.REWARD_CALL: call_id}
-        ours: dict[str, AttributeValue] = {semconv.REWARD_NAME: name, semconv.REWARD_VALUE: value, **of_call}
-        self._end(self._begin(semconv.REWARD_SPAN, {**(attributes or {}), **ours}))
+        own_attributes: dict[str, AttributeValue] = {semconv.REWARD_NAME: name, semconv.REWARD_VALUE: value, **of_call}
+        self._end(self._begin(semconv.REWARD_SPAN, {**(attributes or {}), **own_attributes}))
 
     def message(self, text: str, attributes: Mapping[str, AttributeValue] | None = None) -> None:
         """A remark; `attributes` as of `reward`."""
@@ -92,8 +92,8 @@ class Emitted:
     @contextmanager
     def operation(self, name: str, inputs: str | None) -> Iterator[Callable[[str], None]]:
         """A span around the block, parent of what is emitted in there; the block may tell its output."""
-        given = {} if inputs is None else {semconv.OPERATION_INPUTS: inputs}
-        span = self._begin(semconv.OPERATION_SPAN, {semconv.OPERATION_NAME: name, **given})
+        attributes = {} if inputs is None else {semconv.OPERATION_INPUTS: inputs}
+        span = self._begin(semconv.OPERATION_SPAN, {semconv.OPERATION_NAME: name, **attributes})
         token = context.attach(trace.set_span_in_context(span))
         try:
             yield functools.partial(span.set_attribute, semconv.OPERATION_OUTPUT)
@@ -118,21 +118,21 @@ class Emitted:
 
 def running() -> Emitted | None:
     """Where this code's rollout emits to; None outside of any."""
-    found = context.get_value(_KEY)
-    return found if isinstance(found, Emitted) else None
+    emitted = context.get_value(_KEY)
+    return emitted if isinstance(emitted, Emitted) else None
 
 
 def _tell_exception(span: trace.Span, error: BaseException) -> None:
     from opentelemetry.semconv.attributes import exception_attributes as names
 
     # By the standard library, which comes through exceptions that cannot be shown.
-    told = traceback.TracebackException.from_exception(error)
-    kind, message = type(error), encodable(str(told))
+    exception = traceback.TracebackException.from_exception(error)
+    kind, message = type(error), encodable(str(exception))
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     attributes = {
         names.EXCEPTION_TYPE: module + kind.__qualname__,
         names.EXCEPTION_MESSAGE: message,
-        names.EXCEPTION_STACKTRACE: encodable("".join(told.format())),
+        names.EXCEPTION_STACKTRACE: encodable("".join(exception.format())),
     }
     span.add_event("exception", attributes)
     span.set_status(trace.Status(trace.StatusCode.ERROR, message))

@@ -54,14 +54,14 @@ class LLM:
     ) -> None:
         if (base_url is None) == (endpoint is None):
             raise TypeError(f"LLM(model={model!r}) takes base_url, or endpoint, which is the same; give one")
-        given = {
+        fields = {
             "model": model,
             "base_url": base_url or endpoint,
             "api_key": api_key or "",
             "anthropic_base_url": anthropic_base_url,
             "sampling_parameters": dict(sampling_parameters or {}),
         }
-        for name, value in given.items():
+        for name, value in fields.items():
             object.__setattr__(self, name, value)  # it is frozen
 
     @property

@@ -22,17 +22,17 @@ class ToolsOfTask(NamedTuple):
 def messages_of(task: Any) -> list[dict[str, Any]]:
     """The conversation that a task begins with: a text is a user's; else its `prompt` or `messages`, each a text or a
     list of messages. Raises LoopTaskError for any other."""
-    found = task
+    prompt = task
     if isinstance(task, Mapping):
-        found = task.get("prompt") or task.get("messages")
-    if isinstance(found, str) and found:
-        return [{"role": "user", "content": found}]
-    if isinstance(found, Sequence) and found and all(isinstance(each, Mapping) and "role" in each for each in found):
-        return [dict(each) for each in found]
-    what = f"has the keys {sorted(map(str, task))}" if isinstance(task, Mapping) else f"is {task!r:.60}"
+        prompt = task.get("prompt") or task.get("messages")
+    if isinstance(prompt, str) and prompt:
+        return [{"role": "user", "content": prompt}]
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(each, Mapping) and "role" in each for each in prompt):
+        return [dict(each) for each in prompt]
+    description = f"has the keys {sorted(map(str, task))}" if isinstance(task, Mapping) else f"is {task!r:.60}"
     raise LoopTaskError(
         f"a loop begins with a text, or with a task's `prompt` (or `messages`): a text or a list of messages; this "
-        f"task {what}"
+        f"task {description}"
     )
 
 
@@ -61,6 +61,6 @@ def tools_of(task: Any) -> ToolsOfTask:
     if not isinstance(extra, Mapping):
         return ToolsOfTask(None, {})
     kwargs = extra.get("tools_kwargs") or {}
-    given = {name: dict((of_tool or {}).get("create_kwargs") or {}) for name, of_tool in kwargs.items()}
+    create_kwargs = {name: dict((of_tool or {}).get("create_kwargs") or {}) for name, of_tool in kwargs.items()}
     selection = extra.get("tool_selection")
-    return ToolsOfTask(None if selection is None else list(selection), given)
+    return ToolsOfTask(None if selection is None else list(selection), create_kwargs)

@@ -16,7 +16,7 @@ def number(value: object) -> float | None:
 
 def finite(value: object, where: str) -> float:
     """`value` as a float. Raises ValueError naming `where` for NaN, infinities and what is no number."""
-    found = number(value)
-    if found is None or not math.isfinite(found):
+    as_float = number(value)
+    if as_float is None or not math.isfinite(as_float):
         raise ValueError(f"{where}: a reward must be a finite number, got {value!r:.200}")
-    return found
+    return as_float

@@ -96,18 +96,18 @@ class Attachment:
             self._store.end_run(self._run_id)
 
     def _renew(self) -> None:
-        told = False
+        warned = False
         while not self._ended.wait(_RENEWAL_SECONDS) and not self.given_up:
             try:
                 self.confirm()
             except (Unreachable, NotAllowed) as error:  # whoever asks for rollouts finds out, too, and ends for it
-                if not told:
+                if not warned:
                     _log.warning("the server at %s does not answer: %s", self._store.url, error)
-                told = True
+                warned = True
             else:
-                if told and not self.given_up:
+                if warned and not self.given_up:
                     _log.warning("the server at %s answers again", self._store.url)
-                told = False
+                warned = False
 
 
 @contextmanager
@@ -139,9 +139,9 @@ def attach(store: HttpStore, run_id: str, policy: PolicyToServe, *, lease_second
 
 
 def _register(store: HttpStore, engine: Mapping[str, Any]) -> None:
-    given = dict(engine)
+    fields = dict(engine)
     try:
-        store.register_engine(given.pop("model"), given.pop("kind"), given.pop("url", None), **given)
+        store.register_engine(fields.pop("model"), fields.pop("kind"), fields.pop("url", None), **fields)
     except (Conflict, Invalid) as error:
         if is_loopback(urlsplit(engine.get("url") or "").hostname or "") and not is_loopback(
             urlsplit(store.url).hostname or ""
@@ -230,16 +230,16 @@ def _differences(here: ServerInfo, there: ServerInfo) -> list[str]:
         names.append("allowed_media_domains")
     if here.housekeeping:
         names.append("housekeeping")
-    found = [
+    differences = [
         f"its {name} is {getattr(there, name)!r}, not {getattr(here, name)!r}"
         for name in names
         if getattr(there, name) != getattr(here, name)
     ]
     if there.vocabulary != here.vocabulary:
-        found.append("its tokenizer is another one")
-    elif there.chats != here.chats and not found:
-        found.append("its renderer writes chats otherwise")
-    return found
+        differences.append("its tokenizer is another one")
+    elif there.chats != here.chats and not differences:
+        differences.append("its renderer writes chats otherwise")
+    return differences
 
 
 def serve_command(policy: PolicyToServe) -> str:

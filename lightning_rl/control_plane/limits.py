@@ -47,8 +47,8 @@ class Bounded:
 
 def head_refused(limit: int) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     """Status, headers and body of the answer to a head of more bytes."""
-    told: dict[str, Any] = {"type": "headers_too_large", "message": f"the request's head is over {limit} bytes"}
-    body = msgspec.json.encode({"error": told})
+    error: dict[str, Any] = {"type": "headers_too_large", "message": f"the request's head is over {limit} bytes"}
+    body = msgspec.json.encode({"error": error})
     length = str(len(body)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", length), (b"x-should-retry", b"false")]
     return 431, headers, body

@@ -61,8 +61,8 @@ def _families(state: Mapping[str, Any], rollouts: Mapping[str, int]) -> Iterable
         yield family
     for key, name, about in _OF_AN_ENGINE:
         gauge = GaugeMetricFamily(f"lightning_rl_{name}", about, labels=["engine"])
-        for engine, told in state["engines"].items():
-            gauge.add_metric([engine], float(told[key] is None if key == "away" else told[key]))
+        for engine, values in state["engines"].items():
+            gauge.add_metric([engine], float(values[key] is None if key == "away" else values[key]))
         yield gauge
     events = CounterMetricFamily(
         "lightning_rl_gateway_events", "Calls, retries that joined, forks by cause, errors by status.", labels=["event"]

@@ -115,7 +115,7 @@ def _keep(store: SqlStore, spans: list[Span], own: SpanPlace | None) -> list[Rej
     closed = {place: _closed(place, statuses.get(place)) for place in places if statuses.get(place) != "running"}
     if own in closed:
         raise _OtlpRefused(*closed[own])
-    why = {place: told for place, (_, told) in closed.items()}
+    why = {place: reason for place, (_, reason) in closed.items()}
     store.add_spans([span for span in spans if (span.rollout_id, span.attempt_id) not in why])
     return [
         Rejected(span.name, f"is of no open attempt: {why[place]}")

@@ -201,10 +201,10 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            what = f"port {port} of {host} is in use; choose another or stop what listens there"
+            problem = f"port {port} of {host} is in use; choose another or stop what listens there"
         else:
-            what = f"cannot listen on port {port} of {host} ({error.strerror}); choose another"
-        raise CannotStart(what) from error
+            problem = f"cannot listen on port {port} of {host} ({error.strerror}); choose another"
+        raise CannotStart(problem) from error
 
 
 @contextlib.contextmanager

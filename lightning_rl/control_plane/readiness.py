@@ -13,24 +13,24 @@ def checks(
 
     `recording` and each of `engines` are None where nothing is wrong.
     """
-    found = {
+    states = {
         "server": OK if started else "starting",
         "store": OK if store_writable else "cannot be written, or does not answer",
         "journal": recording or OK,
     }
     if not engines:
-        return found | {"engines": "none is registered; use POST /api/v1/engines"}
-    return found | {f"{_ENGINE}{name}": trouble or OK for name, trouble in engines.items()}
+        return states | {"engines": "none is registered; use POST /api/v1/engines"}
+    return states | {f"{_ENGINE}{name}": trouble or OK for name, trouble in engines.items()}
 
 
 def is_ready(found: Mapping[str, str]) -> bool:
     """Whether the server can do its work: all parts are well, but for engines whose model has another one."""
     models: dict[str, bool] = {}
-    for name, said in found.items():
+    for name, state in found.items():
         if name.startswith(_ENGINE):  # `engine MODEL N`; a chat backend has no number
             model, _, number = name.removeprefix(_ENGINE).rpartition(" ")
             key = model if model and number.isdecimal() else name
-            models[key] = models.get(key, False) or said == OK
-        elif said != OK:
+            models[key] = models.get(key, False) or state == OK
+        elif state != OK:
             return False
     return all(models.values())

@@ -116,32 +116,32 @@ class SeveralServers:
         """See `RunStore`."""
         self._catch_up()
         if not wait_seconds:
-            told = self._each_its_own(rollout_ids, functools.partial(HttpStore.wait, wait_seconds=0))
-            return [rollout for server, ended in told for rollout in self._rollouts.ended(server, ended)]
-        until, asked = time.monotonic() + wait_seconds, set(rollout_ids)
-        while (left := until - time.monotonic()) > 0:
-            polls = self._polls(rollout_ids, left, gather_seconds)
-            done, _ = any_done(polls, left, FIRST_COMPLETED)
+            answers = self._each_its_own(rollout_ids, functools.partial(HttpStore.wait, wait_seconds=0))
+            return [rollout for server, ended in answers for rollout in self._rollouts.ended(server, ended)]
+        until, ids = time.monotonic() + wait_seconds, set(rollout_ids)
+        while (remaining := until - time.monotonic()) > 0:
+            polls = self._polls(rollout_ids, remaining, gather_seconds)
+            done, _ = any_done(polls, remaining, FIRST_COMPLETED)
             # A request that was under way may tell of others, which nobody waits for any more.
-            ended = [each for poll in done for each in self._polled(polls[poll], poll) if each.rollout_id in asked]
+            ended = [each for poll in done for each in self._polled(polls[poll], poll) if each.rollout_id in ids]
             if ended:
                 return ended
             if len(done) == len(polls):
-                time.sleep(min(_PAUSE_SECONDS, left))  # none is there to be asked, or none answers
+                time.sleep(min(_PAUSE_SECONDS, remaining))  # none is there to be asked, or none answers
             self._catch_up()
         return []
 
     def traces(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTrace]:
         """See `RunStore`. Those whose server is gone before they were read are waited for: they run again elsewhere."""
         self._find(rollout_ids)
-        found: dict[str, RolloutTrace] = {}
+        by_id: dict[str, RolloutTrace] = {}
         while True:
             self._catch_up()
-            for server, traces in self._each_its_own(set(rollout_ids) - found.keys(), HttpStore.traces):
-                found |= self._rollouts.read(server, traces)
+            for server, traces in self._each_its_own(set(rollout_ids) - by_id.keys(), HttpStore.traces):
+                by_id |= self._rollouts.read(server, traces)
             missing = self._rollouts.unread(rollout_ids)
             if not missing:
-                return {rollout_id: found[rollout_id] for rollout_id in rollout_ids if rollout_id in found}
+                return {rollout_id: by_id[rollout_id] for rollout_id in rollout_ids if rollout_id in by_id}
             self.while_waiting()
             self.wait(missing, _READ_SECONDS)
 
@@ -196,10 +196,10 @@ class SeveralServers:
 
     def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
         """See `RunStore`. Of a server that is gone nobody knows: its attempts are left out."""
-        found: dict[str, AttemptTokens] = {}
+        by_attempt: dict[str, AttemptTokens] = {}
         for _, counted in self._each_its_own(rollout_ids, HttpStore.tokens_of):
-            found |= counted
-        return found
+            by_attempt |= counted
+        return by_attempt
 
     # Which server has what
 
@@ -210,8 +210,8 @@ class SeveralServers:
         if not unknown:
             return
         best: dict[str, tuple[bool, float]] = {}
-        for server, found in self._each(functools.partial(HttpStore.find, rollout_ids=unknown)):
-            for rollout in found:
+        for server, rollouts in self._each(functools.partial(HttpStore.find, rollout_ids=unknown)):
+            for rollout in rollouts:
                 rank = rank_of(rollout)
                 if rank > best.get(rollout.rollout_id, (False, 0.0)):
                     best[rollout.rollout_id] = rank
@@ -336,12 +336,12 @@ class SeveralServers:
         """What a request for ended rollouts found."""
         server.poll = None
         try:
-            found = poll.result()
+            rollouts = poll.result()
         except Unreachable as error:
             server.failed(error)
             return []
         server.answered()
-        return self._rollouts.ended(server, found)
+        return self._rollouts.ended(server, rollouts)
 
     def _at_its_server(self, rollout_id: str, call: Callable[[HttpStore], T]) -> T:
         self._find([rollout_id])
@@ -358,8 +358,8 @@ class SeveralServers:
 
     def _each(self, call: Callable[[HttpStore], T]) -> list[tuple[RunServer, T]]:
         """The answers of the servers that are not gone, which are asked at once."""
-        asked = [(server, call, self._begun(call, server.store)) for server in self._there()]
-        return self._answers(asked) or self._each(call)  # which raises where none is left
+        calls = [(server, call, self._begun(call, server.store)) for server in self._there()]
+        return self._answers(calls) or self._each(call)  # which raises where none is left
 
     def _together(self, call: Callable[[HttpStore], dict[str, Any]]) -> dict[str, Any]:
         return together([state for _, state in self._each(call)])
@@ -374,9 +374,9 @@ class SeveralServers:
         return self._answers([(server, its, self._begun(its, server.store)) for server, its in calls])
 
     def _answers(
-        self, asked: "Sequence[tuple[RunServer, Callable[[HttpStore], T], Future[T]]]"
+        self, calls: "Sequence[tuple[RunServer, Callable[[HttpStore], T], Future[T]]]"
     ) -> list[tuple[RunServer, T]]:
-        answers = [(server, self._ask(server, call, under_way)) for server, call, under_way in asked]
+        answers = [(server, self._ask(server, call, under_way)) for server, call, under_way in calls]
         return [(server, answer) for server, answer in answers if answer is not None]
 
     def _ask(self, server: RunServer, call: Callable[[HttpStore], T], under_way: "Future[T] | None" = None) -> T | None:
@@ -426,8 +426,8 @@ def _detach(joining: "Future[Attachment]") -> None:
         joining.result().detach()
 
 
-def _add_late_rewards(given: Mapping[tuple[str, str], Sequence[Reward]], store: HttpStore) -> bool:
-    store.add_late_rewards(given)
+def _add_late_rewards(rewards: Mapping[tuple[str, str], Sequence[Reward]], store: HttpStore) -> bool:
+    store.add_late_rewards(rewards)
     return True
 
 

@@ -48,14 +48,14 @@ class SpreadRollouts(Generic[S]):
 
     def by_server(self, rollout_ids: Iterable[str]) -> list[tuple[S, list[str]]]:
         """The rollouts by their servers, without those that none has."""
-        found: defaultdict[int, list[str]] = defaultdict(list)
+        ids_by_server: defaultdict[int, list[str]] = defaultdict(list)
         servers: dict[int, S] = {}
         with self._lock:
             for rollout_id in sorted(rollout_ids):
                 if (server := self._at.get(rollout_id)) is not None:
                     servers[id(server)] = server
-                    found[id(server)].append(rollout_id)
-        return [(servers[key], ids) for key, ids in found.items()]
+                    ids_by_server[id(server)].append(rollout_id)
+        return [(servers[key], ids) for key, ids in ids_by_server.items()]
 
     def ask(self, requests: Mapping[str, RolloutRequest], servers: Sequence[S]) -> None:
         """Rollouts are to be asked for: where they are, else, a group at a time, at the server that has the fewest
@@ -119,21 +119,21 @@ class SpreadRollouts(Generic[S]):
     def ended(self, server: S, rollouts: Iterable[Rollout]) -> list[Rollout]:
         """Take note that a server says these have ended; without those that are another's now."""
         with self._lock:
-            found = [rollout for rollout in rollouts if self._at.get(rollout.rollout_id) is server]
-            self._running.difference_update(rollout.rollout_id for rollout in found)
-        return found
+            own_rollouts = [rollout for rollout in rollouts if self._at.get(rollout.rollout_id) is server]
+            self._running.difference_update(rollout.rollout_id for rollout in own_rollouts)
+        return own_rollouts
 
     def read(self, server: S, traces: Mapping[str, RolloutTrace]) -> dict[str, RolloutTrace]:
         """What a server has is read: those that have ended, without those that are another's now."""
         with self._lock:
-            found = {
+            own_traces = {
                 name: trace
                 for name, trace in traces.items()
                 if trace.rollout.status in ENDED and self._at.get(name) is server
             }
-            for name in found:
+            for name in own_traces:
                 self._requests.pop(name, None)
                 self._made.pop(name, None)
-            self._running.difference_update(found)
-            self._to_ask.difference_update(found)
-        return found
+            self._running.difference_update(own_traces)
+            self._to_ask.difference_update(own_traces)
+        return own_traces

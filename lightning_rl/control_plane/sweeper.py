@@ -99,9 +99,9 @@ class Sweeper:
         again behind them."""
         loop = asyncio.get_running_loop()
         for _ in range(_ASKED):
-            asked = loop.time()
+            start = loop.time()
             overdue = await self._sql.run(self._store.overdue)
-            if not overdue or loop.time() - asked <= _LATE_SECONDS:
+            if not overdue or loop.time() - start <= _LATE_SECONDS:
                 break
         return overdue
 
@@ -137,10 +137,10 @@ class Sweeper:
         lost: list[Overdue] = []
         if self._fleet is not None:
             lost = await self._fleet.abandoned()
-            ours = await self._fleet.may_end(overdue)
-            gone = {late.attempt_id for late in lost}
-            names |= {(e.rollout_id, e.attempt_id) for e in overdue if e.attempt_id in ours}
-            overdue = [late for late in overdue if late.attempt_id not in gone]
+            own_ids = await self._fleet.may_end(overdue)
+            lost_ids = {late.attempt_id for late in lost}
+            names |= {(e.rollout_id, e.attempt_id) for e in overdue if e.attempt_id in own_ids}
+            overdue = [late for late in overdue if late.attempt_id not in lost_ids]
         orphaned = await self._sql.run(self._store.overdue, since_seconds=_ORPHANED_SECONDS)
         lost += [
             msgspec.structs.replace(late, why="server")

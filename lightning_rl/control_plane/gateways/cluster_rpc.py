@@ -68,8 +68,8 @@ class Sealed(msgspec.Struct, frozen=True, kw_only=True):
         error = finish.error or ErrorInfo(type="AgentFailed", message="the agent failed")
         if error.infrastructure:
             return None
-        told = f"{error.message} (the gateway had failed with a call of this attempt: {self.failure})"
-        return msgspec.structs.replace(error, message=told, infrastructure=True)
+        message = f"{error.message} (the gateway had failed with a call of this attempt: {self.failure})"
+        return msgspec.structs.replace(error, message=message, infrastructure=True)
 
 
 class EngineId(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,11 +238,11 @@ class Peers(Alone):
     async def resume(self, request: ResumeRequest) -> None:
         """Let parked requests go on everywhere, those of this gateway last. Raises as `Pauses`."""
         self._pauses.check(request.model)
-        told: set[str] = set()
+        resumed_ids: set[str] = set()
         failures: list[BaseException] = []
         here = False
-        while new := [each for each in await self._others() if each.gateway_id not in told]:
-            told |= {each.gateway_id for each in new}
+        while new := [each for each in await self._others() if each.gateway_id not in resumed_ids]:
+            resumed_ids |= {each.gateway_id for each in new}
             failures += await self._resume_at(new, request)
             if not here:
                 here = True
@@ -253,8 +253,8 @@ class Peers(Alone):
             raise Conflict("; ".join(map(str, failures)))
 
     async def _resume_at(self, others: list[GatewayInfo], request: ResumeRequest) -> list[BaseException]:
-        asked = (self._patiently(each, "resume", request, dict[str, Any]) for each in others)
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        calls = (self._patiently(each, "resume", request, dict[str, Any]) for each in others)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         return [each for each in answers if isinstance(each, BaseException)]
 
     async def adopt(self) -> None:
@@ -263,8 +263,8 @@ class Peers(Alone):
             with contextlib.suppress(Unanswered):  # gone, most likely; each of those that live knows it
                 for request in await self._ask(other, "engines", {}, list[EngineRequest]):
                     await self._adopt_engine(request)
-                for model, told in (await self._ask(other, "pauses", {}, dict[str, ModelPause])).items():
-                    await self._adopt(model, told)
+                for model, pause in (await self._ask(other, "pauses", {}, dict[str, ModelPause])).items():
+                    await self._adopt(model, pause)
 
     async def _adopt_engine(self, request: EngineRequest) -> None:
         try:
@@ -272,14 +272,14 @@ class Peers(Alone):
         except (Conflict, Invalid) as error:
             _log.warning("engine %s of model %s is not used here: %s", request.url, request.model, error)
 
-    async def _adopt(self, model: str, told: ModelPause) -> None:
+    async def _adopt(self, model: str, pause: ModelPause) -> None:
         here = self._gateway.state()["models"].get(model)
         if here is None:
             return
-        if told.policy_version > here["policy_version"]:
-            await self._gateway.resume(model, told.policy_version)
-        if told.paused:
-            await self._pauses.pause(PauseRequest(model=model, mode="keep", lease_seconds=told.lease_seconds))
+        if pause.policy_version > here["policy_version"]:
+            await self._gateway.resume(model, pause.policy_version)
+        if pause.paused:
+            await self._pauses.pause(PauseRequest(model=model, mode="keep", lease_seconds=pause.lease_seconds))
 
     async def register(self, request: EngineRequest) -> EngineInfo:
         """Register an engine at every gateway. Raises as `Alone`, and Conflict where another gateway cannot use it."""
@@ -299,20 +299,20 @@ class Peers(Alone):
     async def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
         """See `Alone`: of all gateways that live. Whoever takes an attempt over counts on from what is recorded, so the
         highest count is its last owner's."""
-        found = await super().tokens_of(rollout_ids)
-        asked = RolloutIds(rollout_ids=list(rollout_ids))
-        answers = (self._patiently(each, "tokens", asked, dict[str, AttemptTokens]) for each in await self._others())
-        for told in await asyncio.gather(*answers):
-            for attempt_id, tokens in (told or {}).items():
-                found[attempt_id] = max(
-                    found.get(attempt_id, tokens), tokens, key=lambda one: sum(one.received.values())
+        by_attempt = await super().tokens_of(rollout_ids)
+        request = RolloutIds(rollout_ids=list(rollout_ids))
+        answers = (self._patiently(each, "tokens", request, dict[str, AttemptTokens]) for each in await self._others())
+        for answer in await asyncio.gather(*answers):
+            for attempt_id, tokens in (answer or {}).items():
+                by_attempt[attempt_id] = max(
+                    by_attempt.get(attempt_id, tokens), tokens, key=lambda one: sum(one.received.values())
                 )
-        return found
+        return by_attempt
 
-    async def _everywhere(self, what: str, request: msgspec.Struct) -> list[BaseException]:
+    async def _everywhere(self, route: str, request: msgspec.Struct) -> list[BaseException]:
         """Ask every other gateway; what those answered that could not do it."""
-        asked = (self._patiently(each, what, request, dict[str, Any]) for each in await self._others())
-        answers = await asyncio.gather(*asked, return_exceptions=True)
+        calls = (self._patiently(each, route, request, dict[str, Any]) for each in await self._others())
+        answers = await asyncio.gather(*calls, return_exceptions=True)
         return [answer for answer in answers if isinstance(answer, BaseException)]
 
     def is_meant(self, gateway_id: str) -> bool:
@@ -323,12 +323,12 @@ class Peers(Alone):
         return [each for each in await self._fleet.live() if each.gateway_id != self._fleet.gateway_id]
 
     async def _patiently(
-        self, other: GatewayInfo, what: str, request: msgspec.Struct, answer: type[T], seconds: float = 0
+        self, other: GatewayInfo, route: str, request: msgspec.Struct, answer: type[T], seconds: float = 0
     ) -> T | None:
         """Ask until the gateway answers; None where it is gone. Raises Unanswered where it cannot do it."""
         while True:
             try:
-                return await self._ask(other, what, request, answer, seconds)
+                return await self._ask(other, route, request, answer, seconds)
             except Unanswered as error:
                 if isinstance(error.__cause__, aiohttp.ClientResponseError):
                     raise
@@ -336,7 +336,7 @@ class Peers(Alone):
                 return None
             await asyncio.sleep(_AGAIN_SECONDS)
 
-    async def _ask(self, gateway: GatewayInfo | Owner, what: str, body: Any, answer: type[T], seconds: float = 0) -> T:
+    async def _ask(self, gateway: GatewayInfo | Owner, route: str, body: Any, answer: type[T], seconds: float = 0) -> T:
         """What another gateway answers. Raises Unanswered."""
         if self._session is None:
             self._session = aiohttp.ClientSession()
@@ -345,13 +345,13 @@ class Peers(Alone):
         timeout = aiohttp.ClientTimeout(total=seconds + _ANSWER_SECONDS, sock_connect=5)
         try:
             async with self._session.post(
-                f"{url}/api/v1/peers/{what}", data=msgspec.json.encode(body), headers=headers, timeout=timeout
+                f"{url}/api/v1/peers/{route}", data=msgspec.json.encode(body), headers=headers, timeout=timeout
             ) as response:
-                told = await response.read()
+                data = await response.read()
                 if response.status != 200:
-                    raise Unanswered(f"{url} answered {response.status}: {told.decode(errors='replace')[:500]}") from (
+                    raise Unanswered(f"{url} answered {response.status}: {data.decode(errors='replace')[:500]}") from (
                         aiohttp.ClientResponseError(response.request_info, (), status=response.status)
                     )
-                return msgspec.json.decode(told, type=answer)
+                return msgspec.json.decode(data, type=answer)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise Unanswered(f"{url}: {error or type(error).__name__}") from error

@@ -113,29 +113,29 @@ class Engines:
             policy_version=request.policy_version,
             adapter=request.adapter,
         )
-        known = self._known.get(engine_id)
-        if known is None:
+        existing_info = self._known.get(engine_id)
+        if existing_info is None:
             self._names[engine_id] = await self._attach(request)
             self._known[engine_id] = info
             self._remote_models[engine_id] = request.remote_model
-        elif (asked := self._remote_models[engine_id]) != request.remote_model:
+        elif (alias := self._remote_models[engine_id]) != request.remote_model:
             raise Conflict(
-                f"model {request.model!r} at {request.url or request.kind} is registered as {asked or request.model!r} "
+                f"model {request.model!r} at {request.url or request.kind} is registered as {alias or request.model!r} "
                 "there; register the other one under a name of its own"
             )
         elif not request.is_backend:
-            await self._confirm_weights(request, known)
+            await self._confirm_weights(request, existing_info)
         elif request.api_key is not None:
             former = self._names[engine_id]
             self._names[engine_id] = await self._attach(request)
             await self._door.detach(former)  # its calls in flight end
         return info
 
-    async def _confirm_weights(self, request: EngineRequest, known: EngineInfo) -> None:
+    async def _confirm_weights(self, request: EngineRequest, info: EngineInfo) -> None:
         try:
-            await self._door.confirm_weights(self._names[known.engine_id], request.policy_version)
+            await self._door.confirm_weights(self._names[info.engine_id], request.policy_version)
         except ValueError as error:
-            if request.policy_version != known.policy_version:  # else it is the first registration again, come twice
+            if request.policy_version != info.policy_version:  # else it is the first registration again, come twice
                 raise Conflict(f"engine {request.url}: {error}; POST /resume tells of new weights") from error
         except EngineUnavailable as error:
             raise Conflict(f"engine {request.url} does not have the weights: {error}") from error
@@ -146,13 +146,13 @@ class Engines:
 
     def requests(self, now: Mapping[str, Mapping[str, Any]]) -> list[EngineRequest]:
         """What registers the token engines as they are `now` at another gateway."""
-        told = (self.told(info, now) for info in self._known.values() if info.kind not in _BACKENDS)
+        infos = (self.told(info, now) for info in self._known.values() if info.kind not in _BACKENDS)
         return [
             msgspec.convert(
                 {name: getattr(each, name) for name in ("model", "kind", "url", "policy_version", "adapter")},
                 EngineRequest,
             )
-            for each in told
+            for each in infos
         ]
 
     async def remove(self, engine_id: str) -> EngineInfo:

@@ -72,18 +72,18 @@ class Membership:
 
     async def _renew(self, open_attempts: int, calls_in_flight: int) -> None:
         loop = asyncio.get_running_loop()
-        asked = loop.time()
+        start = loop.time()
         info = GatewayInfo(
             gateway_id=self.gateway_id, url=self.url, open_attempts=open_attempts, calls_in_flight=calls_in_flight
         )
         self.others = await self._sql.run(self._gateways.announce, info, self._lease_seconds)
         self._sql.writable_again()
-        if asked > self._until:
+        if start > self._until:
             self._heard_since = loop.time()
             if self._until:
                 self.lapsed = True
-                _log.warning("the lease was over for %.1f s: its attempts may have been ended", asked - self._until)
-        self._until = asked + self._lease_seconds
+                _log.warning("the lease was over for %.1f s: its attempts may have been ended", start - self._until)
+        self._until = start + self._lease_seconds
 
     # Whose an attempt is
 

@@ -46,8 +46,8 @@ class ProxyLLMResource(msgspec.Struct, frozen=True, kw_only=True, tag=PROXY_LLM,
 
     def defaults(self) -> dict[str, Any]:
         """Those of `default_sampling_parameters` that are given."""
-        given: dict[str, Any] = msgspec.to_builtins(self.default_sampling_parameters)
-        return given
+        parameters: dict[str, Any] = msgspec.to_builtins(self.default_sampling_parameters)
+        return parameters
 
 
 def proxy_llm(resource: dict[str, Any]) -> ProxyLLMResource | None:

@@ -152,10 +152,10 @@ class Runs:
 
     async def _look(self, run_id: str, run: _Attached) -> None:
         request = run.request
-        left = request.lease_seconds - run.silent_seconds()
-        if (left <= 0 or run.before) and not await self._is_remembered(run_id):
+        remaining = request.lease_seconds - run.silent_seconds()
+        if (remaining <= 0 or run.before) and not await self._is_remembered(run_id):
             self._drop(run_id, run)  # it is attached to another gateway since
-        elif left <= 0:
+        elif remaining <= 0:
             ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
             await self._clear(run_id, request.models, run)
             self._drop(run_id, run)
@@ -164,7 +164,7 @@ class Runs:
         elif run.silent_seconds() > _SILENT_SECONDS:
             for model in request.models:
                 if model not in run.pauses and await self._is_deserted(model):
-                    await self._let_wait(run, model, left + 2 * _LOOK_SECONDS)
+                    await self._let_wait(run, model, remaining + 2 * _LOOK_SECONDS)
 
     async def _is_remembered(self, run_id: str) -> bool:
         return run_id in await self._sql.run(self._store.remembered_runs, self._together.gateway_id)
@@ -210,13 +210,13 @@ class Runs:
                 await self._sql.run(self._publish_own, model)
             await self._sql.run(self._store.forget_run, self._together.gateway_id, run_id)
 
-    def _publish_own(self, gone: str) -> None:
+    def _publish_own(self, removed_model: str) -> None:
         """Rollouts that name no resources get the server's own model again, where they would get one that is gone."""
         try:
             latest = self._store.resources(_LATEST).resources.get(MAIN_LLM, {})
         except NotFound:
             return
-        if gone != self._model and latest.get("model") == gone:
+        if removed_model != self._model and latest.get("model") == removed_model:
             own = {MAIN_LLM: {"type": PROXY_LLM, "model": self._model}}
             self._store.publish(ResourcesRequest(resources=own))
 

@@ -67,13 +67,13 @@ class StoreLedger:
         self._asked.append((rollout_id, attempt_id))
         if self._next is None:
             self._next = asyncio.create_task(self._openings())
-        found = await asyncio.shield(self._next)  # whose client leaves takes it from nobody
-        return found.get((rollout_id, attempt_id))
+        openings = await asyncio.shield(self._next)  # whose client leaves takes it from nobody
+        return openings.get((rollout_id, attempt_id))
 
     async def _openings(self) -> dict[tuple[str, str], AttemptOpening]:
         async with self._one_at_a_time:
-            asked, self._asked, self._next = self._asked, [], None
-            return await self._sql.run(self._store.openings, asked)
+            places, self._asked, self._next = self._asked, [], None
+            return await self._sql.run(self._store.openings, places)
 
     async def _taken(self, fleet: Membership, rollout_id: str, attempt_id: str) -> AttemptOpening | None:
         """A running attempt that was not this gateway's, and is now. Raises GatewayError where it cannot be."""
@@ -111,7 +111,7 @@ def _open_info(rollout: Rollout, attempt_id: str, resources: dict[str, dict[str,
 def _policies(resources: dict[str, dict[str, Any]], mode: str) -> tuple[AttemptPolicy, ...]:
     """The policies of a rollout of this mode whose agent asks several; that of `main_llm` first."""
     named = {name: proxy_llm(each) for name, each in resources.items() if name != MAIN_LLM}
-    found = [
+    policies = [
         AttemptPolicy(
             name=name,
             model=one.model,
@@ -123,7 +123,7 @@ def _policies(resources: dict[str, dict[str, Any]], mode: str) -> tuple[AttemptP
         if one is not None and one.agents is not None
     ]
     main = resources.get(MAIN_LLM, {}).get("model")
-    return tuple(sorted(found, key=lambda one: one.model != main))
+    return tuple(sorted(policies, key=lambda one: one.model != main))
 
 
 def _closed(ended: Attempt) -> AttemptInfo:

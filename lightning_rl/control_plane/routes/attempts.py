@@ -75,9 +75,9 @@ async def add_logs(server: Server, body: Annotated[LogsBody, Depends(JsonBody(Lo
 
 async def _keep(server: Services, logs: Sequence[AttemptLog]) -> None:
     places = [(one.rollout_id, one.attempt_id) for one in logs]
-    known = await server.sql.run(server.store.statuses, places)
+    statuses = await server.sql.run(server.store.statuses, places)
     for rollout_id, attempt_id in places:
-        if (rollout_id, attempt_id) not in known:
+        if (rollout_id, attempt_id) not in statuses:
             raise NotFound(f"there is no attempt {attempt_id} of rollout {rollout_id}")
     spans = [trace_views.log_span(one.rollout_id, one.attempt_id, one.log) for one in logs]
     await server.sql.run(server.store.add_spans, spans)

@@ -25,11 +25,11 @@ class Keys(msgspec.Struct, frozen=True, kw_only=True):
     def role(self, authorization: str) -> Role | None:
         """Whose key an `Authorization` header holds; None: of no role."""
         scheme, _, key = authorization.partition(" ")
-        given = key.strip().encode()
+        key_bytes = key.strip().encode()
         # All are always compared, so that the time tells nothing.
-        admin = hmac.compare_digest(given, self.admin.encode())
-        runner = hmac.compare_digest(given, self.runner.encode())
-        peer = hmac.compare_digest(given, self.peer.encode())
-        if scheme.lower() != "bearer" or not given:
+        admin = hmac.compare_digest(key_bytes, self.admin.encode())
+        runner = hmac.compare_digest(key_bytes, self.runner.encode())
+        peer = hmac.compare_digest(key_bytes, self.peer.encode())
+        if scheme.lower() != "bearer" or not key_bytes:
             return None
         return "admin" if admin else "runner" if runner else "peer" if peer else None

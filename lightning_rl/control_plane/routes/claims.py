@@ -86,14 +86,14 @@ class Claims:
             # What was handed out already is asked for again where its answer was lost.
             room = math.inf if body.claim_id in self._answered else self._admission.room()
             claims = await self._take(body, room) if room else []
-            left = end - loop.time()
-            if claims or left <= 0 or self._signals.closing:
+            remaining = end - loop.time()
+            if claims or remaining <= 0 or self._signals.closing:
                 return claims
             if room:
-                await asyncio.wait([queued], timeout=left)
+                await asyncio.wait([queued], timeout=remaining)
             else:
                 with self._signals.next_room(body.limit) as turn:
-                    await asyncio.wait([turn], timeout=left)
+                    await asyncio.wait([turn], timeout=remaining)
             # A worker that left while it waited must not be given a rollout.
             if await has_left():
                 self._admission.capacity_freed()  # its turn is another's
@@ -102,7 +102,7 @@ class Claims:
     async def _take(self, body: ClaimBody, room: float) -> list[Claim]:
         """Queued rollouts, if there are any, handed out: as many as there is room for."""
         with self._admission.handing_out(int(min(body.limit, room))):
-            found = await self._sql.run(
+            claims = await self._sql.run(
                 self._store.claim,
                 body.worker_id,
                 agents=body.agents,
@@ -110,8 +110,8 @@ class Claims:
                 claim_id=body.claim_id,
                 room=room,
             )
-            if found and body.claim_id is not None:
+            if claims and body.claim_id is not None:
                 self._answered[body.claim_id] = None
                 if len(self._answered) > _CLAIMS_REMEMBERED:
                     del self._answered[next(iter(self._answered))]
-            return [self.hand_out(claim) for claim in found]
+            return [self.hand_out(claim) for claim in claims]

@@ -27,8 +27,8 @@ class RoleKey(SecurityBase):
         if role is None:
             raise Refused(401, "unauthorized", "send an admin or a runner key as Authorization: Bearer")
         if role not in ("admin", self.needed):
-            whose = "the admin key" if self.needed == "admin" else f"a {self.needed}'s key"
-            raise Refused(403, "forbidden", f"{request.method} {request.url.path} needs {whose}")
+            key_name = "the admin key" if self.needed == "admin" else f"a {self.needed}'s key"
+            raise Refused(403, "forbidden", f"{request.method} {request.url.path} needs {key_name}")
         return role
 
 
@@ -41,9 +41,9 @@ class PeerKey(RoleKey):
     async def __call__(self, request: Request) -> Role:
         """See `RoleKey`."""
         role = await super().__call__(request)
-        asked = request.headers.get(ASKED)
-        if asked is None or not (await services(request)).together.is_meant(asked):
-            raise Refused(409, "conflict", f"gateway {asked} was meant, and this is another one")
+        gateway_id = request.headers.get(ASKED)
+        if gateway_id is None or not (await services(request)).together.is_meant(gateway_id):
+            raise Refused(409, "conflict", f"gateway {gateway_id} was meant, and this is another one")
         return role
 
 

@@ -80,10 +80,10 @@ async def wait_for_rollouts(server: Server, body: Annotated[WaitBody, Depends(Js
             if not ended:
                 await asyncio.wait([later], timeout=body.wait_seconds)
             until = time.monotonic() + (body.gather_seconds if ended or later.done() else 0)
-            while (left := until - time.monotonic()) > 0 and not server.signals.closing:
+            while (remaining := until - time.monotonic()) > 0 and not server.signals.closing:
                 if later.done() and later.result() >= running:
                     break
-                await asyncio.sleep(min(left, _LOOK_SECONDS))
+                await asyncio.sleep(min(remaining, _LOOK_SECONDS))
             notified = sorted(running & later.result()) if later.done() else []
             if notified or not ended:
                 ended += await server.sql.run(server.store.ended, notified or body.rollout_ids)

@@ -56,8 +56,8 @@ class Services:
 
 async def services(request: Request) -> Services:
     """The parts of the server that was asked."""
-    found: Services = request.app.state.services
-    return found
+    parts: Services = request.app.state.services
+    return parts
 
 
 Server = Annotated[Services, Depends(services)]

@@ -85,11 +85,11 @@ async def list_triplets(
     _, trace = await _trace(server, rollout_id, attempt_id)
     if query.source == "otel":
         return TripletsAnswer(**await asyncio.to_thread(trace_views.triplets_of_otel, trace))
-    found = await asyncio.to_thread(trace_views.triplets_of, trace)
+    triplets = await asyncio.to_thread(trace_views.triplets_of, trace)
     if wants_msgpack(request):
-        return TripletsAnswer(triplets=await asyncio.to_thread(list, found))
+        return TripletsAnswer(triplets=await asyncio.to_thread(list, triplets))
     # They have a conversation's tokens once for each turn: hundreds of MB, of which nobody is to wait for all.
-    return StreamingResponse(_as_json(found), media_type="application/json")  # type: ignore[return-value]
+    return StreamingResponse(_as_json(triplets), media_type="application/json")  # type: ignore[return-value]
 
 
 @router.get(f"{_ATTEMPT}/rows", dependencies=[ADMIN])
@@ -112,8 +112,8 @@ def _as_json(triplets: Iterable[Triplet]) -> Iterator[bytes]:
 
 
 async def _trace(server: Services, rollout_id: str, attempt_id: str) -> tuple[Rollout, AttemptTrace]:
-    found = (await server.sql.run(server.store.traces, [rollout_id])).get(rollout_id)
-    for trace in found.attempts if found else ():
-        if found and trace.attempt.attempt_id == attempt_id:
-            return found.rollout, trace
+    rollout_trace = (await server.sql.run(server.store.traces, [rollout_id])).get(rollout_id)
+    for trace in rollout_trace.attempts if rollout_trace else ():
+        if rollout_trace and trace.attempt.attempt_id == attempt_id:
+            return rollout_trace.rollout, trace
     raise NotFound(f"there is no attempt {attempt_id} of rollout {rollout_id}")
