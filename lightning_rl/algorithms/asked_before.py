@@ -25,8 +25,8 @@ class OtherTask(Explained, ValueError):
 
 def as_asked_before(requests: Sequence[RolloutRequest], store: RunStore) -> list[RolloutRequest]:
     """The requests, those that the store holds as it holds them. Raises OtherTask."""
-    found = [_asked_before(request, store) for request in requests]
-    changed = [(now, before) for now, before in zip(requests, found, strict=True) if before is not now]
+    resolved = [_asked_before(request, store) for request in requests]
+    changed = [(now, before) for now, before in zip(requests, resolved, strict=True) if before is not now]
     if changed:
         now, before = changed[0]
         _log.warning(
@@ -36,7 +36,7 @@ def as_asked_before(requests: Sequence[RolloutRequest], store: RunStore) -> list
             before.rollout_id,
             ", ".join(_differences(now, before)),
         )
-    return found
+    return resolved
 
 
 def _asked_before(request: RolloutRequest, store: RunStore) -> RolloutRequest:
@@ -56,7 +56,7 @@ def _asked_before(request: RolloutRequest, store: RunStore) -> RolloutRequest:
 def _differences(now: RolloutRequest, before: RolloutRequest) -> list[str]:
     """What differs, told as people know it."""
     then, there = msgspec.structs.asdict(before.config), msgspec.structs.asdict(now.config)
-    told = [f"{name} {then[name]} -> {value}" for name, value in there.items() if then[name] != value]
+    differences = [f"{name} {then[name]} -> {value}" for name, value in there.items() if then[name] != value]
     if now.resources_id != before.resources_id:
-        told.append("the model's sampling parameters, or prompts")
-    return told or ["metadata"]
+        differences.append("the model's sampling parameters, or prompts")
+    return differences or ["metadata"]

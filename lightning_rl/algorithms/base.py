@@ -144,18 +144,18 @@ class Algorithm:
 
         `read` is called as they end, while others still run.
         """
-        asked = [rollout.rollout_id for rollout in self.ask(requests)]
-        waiting = set(asked)
+        ids = [rollout.rollout_id for rollout in self.ask(requests)]
+        waiting = set(ids)
         watchdog = Watchdog(self.store, self.watchdog_seconds)
         ended: dict[str, T] = {}
         while waiting:
-            gather = _GATHER_SECONDS * len(waiting) / len(asked)
+            gather = _GATHER_SECONDS * len(waiting) / len(ids)
             finished = [one.rollout_id for one in self.ended(sorted(waiting), watchdog, gather_seconds=gather)]
             for start in range(0, len(finished), TRACES_AT_ONCE):
                 traces = self.store.traces(finished[start : start + TRACES_AT_ONCE])
                 ended |= {rollout_id: read(trace) for rollout_id, trace in traces.items()}
             waiting.difference_update(finished)
-        return [ended[rollout_id] for rollout_id in asked]
+        return [ended[rollout_id] for rollout_id in ids]
 
     def ask(self, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         """Ask for rollouts; those that were asked for before are as they were then. Raises TaskError for a task that is

@@ -212,19 +212,19 @@ class Baseline(Algorithm):
 
     def _digest(self) -> str:
         """Tells the rollouts of one model and sampling from those of another in the same folder."""
-        asked = [str(self.model), self.base_url, self.chat_backend, sorted(self.sampling_parameters.items())]
-        return hashlib.blake2b(repr(asked).encode(), digest_size=4).hexdigest()
+        settings = [str(self.model), self.base_url, self.chat_backend, sorted(self.sampling_parameters.items())]
+        return hashlib.blake2b(repr(settings).encode(), digest_size=4).hexdigest()
 
 
 def _keep_tokenizer(model: Path, run_dir: Path, *, first: bool) -> None:
     """The run's ids are known by its tokenizer, whatever becomes of the model. A folder whose models (the `first` and
     those of later evaluations) have several keeps none."""
     for file in _TOKENIZER_FILES:
-        found, kept = model / file, run_dir / file
-        if first and found.is_file():
-            shutil.copyfile(found, kept)
-        elif kept.is_file() and not (found.is_file() and found.read_bytes() == kept.read_bytes()):
-            kept.unlink()
+        source, target = model / file, run_dir / file
+        if first and source.is_file():
+            shutil.copyfile(source, target)
+        elif target.is_file() and not (source.is_file() and source.read_bytes() == target.read_bytes()):
+            target.unlink()
 
 
 def _without_calls(trajectory: Trajectory) -> bool:

@@ -32,8 +32,8 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         counts = [
-            f"{count} {what}"
-            for count, what in (
+            f"{count} {label}"
+            for count, label in (
                 (self.failed, "failed"),
                 (self.left_out, "left out"),
                 (self.without_calls, "without a call"),
@@ -42,16 +42,16 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         ]
         if not math.isfinite(self.mean):
             return f"{self.dataset}: nothing was measured ({', '.join(counts) or 'no rollout'})"
-        what = "accuracy" if self.accuracy else "mean reward"
+        label = "accuracy" if self.accuracy else "mean reward"
         interval = (
             f"{self.low:.3f} to {self.high:.3f}" if math.isfinite(self.low) else "unknown of fewer than two tasks"
         )
         of = [_counted(self.tasks, "task"), _counted(self.rollouts, "rollout"), *counts]
-        return f"{self.dataset}: {what} {self.mean:.3f}, 95 % confidence {interval} ({', '.join(of)})"
+        return f"{self.dataset}: {label} {self.mean:.3f}, 95 % confidence {interval} ({', '.join(of)})"
 
 
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def evaluate(dataset: str, rewards: Mapping[str, Sequence[float]], **counts: int) -> Evaluation:

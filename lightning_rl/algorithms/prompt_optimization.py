@@ -193,8 +193,8 @@ class PromptOptimization(Baseline):
                 (f"{of_validation}, the best", chosen),
             )
         ]
-        found = {"best": chosen, "candidates": self.candidates, "evaluations": self.evaluations}
-        write_whole(self.run_dir / PROMPTS, msgspec.json.format(msgspec.json.encode(found)) + b"\n")
+        outcome = {"best": chosen, "candidates": self.candidates, "evaluations": self.evaluations}
+        write_whole(self.run_dir / PROMPTS, msgspec.json.format(msgspec.json.encode(outcome)) + b"\n")
         for evaluation in self.evaluations:
             print(evaluation)
         print(f"{len(self.candidates)} candidates and the best are in {self.run_dir / PROMPTS}")
@@ -223,10 +223,10 @@ class PromptOptimization(Baseline):
     def unfit(self, name: str, text: str) -> str | None:
         """Why a text cannot stand for a prompt, None where it can: the agent fills the places of the first one."""
         try:
-            found = places(PromptTemplate(text, self.prompts[name].engine))
+            new_places = places(PromptTemplate(text, self.prompts[name].engine))
         except ValueError as error:
             return f"its places cannot be read ({error})"
-        missing, unknown = sorted(self._places[name] - found), sorted(found - self._places[name])
+        missing, unknown = sorted(self._places[name] - new_places), sorted(new_places - self._places[name])
         return (
             f"it lacks the places {', '.join(missing)}" if missing
             else f"nothing fills its places {', '.join(unknown)}" if unknown
@@ -236,10 +236,10 @@ class PromptOptimization(Baseline):
     def _instruction(self, name: str) -> str:
         """What the reflection model is asked; gepa puts the prompt and the examples in."""
         written = "{{{{ {} }}}}" if self.prompts[name].engine == "jinja" else "{{{}}}"
-        kept = ", ".join(written.format(one) for one in sorted(self._places[name]))
+        place_list = ", ".join(written.format(one) for one in sorted(self._places[name]))
         rule = (
-            f"\nThe new prompt must hold each of these places exactly once, as they are written: {kept}. "
-            if kept
+            f"\nThe new prompt must hold each of these places exactly once, as they are written: {place_list}. "
+            if place_list
             else ""
         )
         braces = "" if self.prompts[name].engine == "jinja" else "Other braces must be doubled. "
@@ -264,8 +264,8 @@ class _Reflections:
         self._file = file
         self._kept = file.read_text().splitlines() if file.exists() else []
         self._earlier: dict[str, list[str]] = defaultdict(list)  # by the prompt, in order
-        for said in map(json.loads, self._kept):
-            self._earlier[said["prompt"]].append(said["answer"])
+        for reflection in map(json.loads, self._kept):
+            self._earlier[reflection["prompt"]].append(reflection["answer"])
 
     def __call__(self, prompt: str) -> str:
         if earlier := self._earlier[prompt]:
@@ -347,12 +347,12 @@ def places(prompt: PromptTemplate) -> frozenset[str]:
     name."""
     if prompt.engine == "jinja":
         return frozenset(_PLACES.findall(prompt.template))
-    found = [
+    names = [
         re.split(r"[.\[]", name)[0] for _, name, *_ in string.Formatter().parse(prompt.template) if name is not None
     ]
-    if unnamed := [name for name in found if not name.isidentifier()]:
+    if unnamed := [name for name in names if not name.isidentifier()]:
         raise ValueError(f"{unnamed[0]!r} is no name; double the braces that are none of a place")
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _fenced(answer: str, names: Collection[str]) -> str:
@@ -374,20 +374,20 @@ def _reward(group: Sequence[RolloutTrace]) -> float:
     """The mean reward of a task's rollouts; a failure of the agent is 0. Raises NothingMeasured where infrastructure
     ended all of them."""
     trajectories = [trajectory_of(trace, agent_failure=0.0) for trace in group]
-    given = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
-    if given:
-        if len(given) < len(group):
+    rewards = [trajectory.reward for trajectory in trajectories if trajectory.reward is not None]
+    if rewards:
+        if len(rewards) < len(group):
             _log.warning(
                 "%d of %d rollouts of group %s have no reward, and are left out of its mean",
-                len(group) - len(given),
+                len(group) - len(rewards),
                 len(group),
                 group[0].rollout.group_id,
             )
-        return fmean(given)
+        return fmean(rewards)
     error = trajectories[0].error
-    told = "they were cancelled" if error is None else f"{error.type}: {error.message:.300}"
+    reason = "they were cancelled" if error is None else f"{error.type}: {error.message:.300}"
     raise NothingMeasured(
-        f"infrastructure ended all {len(group)} rollouts of group {group[0].rollout.group_id} ({told}): no "
+        f"infrastructure ended all {len(group)} rollouts of group {group[0].rollout.group_id} ({reason}): no "
         "prompt can be judged by them. A search that goes on runs them again"
     )
 
@@ -406,5 +406,5 @@ def _told(trace: RolloutTrace) -> dict[str, Any]:
     }
 
 
-def _digest(*what: Any) -> str:
-    return hashlib.blake2b(repr(what).encode(), digest_size=8).hexdigest()
+def _digest(*values: Any) -> str:
+    return hashlib.blake2b(repr(values).encode(), digest_size=8).hexdigest()

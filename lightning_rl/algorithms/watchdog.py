@@ -63,9 +63,9 @@ class Watchdog:
 
     def _report(self, waiting: list[str], quiet: float) -> str:
         state = self._store.state()
-        found = [self._store.rollout(rollout_id) for rollout_id in waiting[:_NAMED]]
+        rollouts = [self._store.rollout(rollout_id) for rollout_id in waiting[:_NAMED]]
         lines = [f"no rollout has ended for {quiet:.0f} s; the trainer waits for {len(waiting)} rollouts:"]
-        lines += [f"- {self._of_rollout(rollout)}" for rollout in found]
+        lines += [f"- {self._of_rollout(rollout)}" for rollout in rollouts]
         if len(waiting) > _NAMED:
             lines.append(f"- and {len(waiting) - _NAMED} more")
         return "\n".join(lines + [f"- {text}" for text in _around(state)])
@@ -85,15 +85,17 @@ class Watchdog:
 
 def _around(state: Mapping[str, Any]) -> list[str]:
     """What in the server or the engines may be the cause, in sentences."""
-    told = []
+    sentences = []
     for name, model in state["models"].items():
         if model["paused"]:
-            told.append(f"calls of model {name} wait: it is paused since {model['paused_seconds']:.0f} s")
+            sentences.append(f"calls of model {name} wait: it is paused since {model['paused_seconds']:.0f} s")
         elif model["in_flight"]:
-            told.append(f"model {name} samples {model['in_flight']} calls now")
-    told += [f"engine {name} is away: {engine['away']}" for name, engine in state["engines"].items() if engine["away"]]
+            sentences.append(f"model {name} samples {model['in_flight']} calls now")
+    sentences += [
+        f"engine {name} is away: {engine['away']}" for name, engine in state["engines"].items() if engine["away"]
+    ]
     if state["claims_held_back"]:
-        told.append(f"{state['claims_held_back']} slots of runners wait until the engines bear one more rollout")
+        sentences.append(f"{state['claims_held_back']} slots of runners wait until the engines bear one more rollout")
     elif not state["claims_waiting"]:
-        told.append("no runner asks for a rollout: all are busy, or none runs")
-    return told or ["no model samples and no engine is away: the agents are busy with something else"]
+        sentences.append("no runner asks for a rollout: all are busy, or none runs")
+    return sentences or ["no model samples and no engine is away: the agents are busy with something else"]

@@ -256,9 +256,9 @@ class HookedAgent(Agent):
             await _logged(hook.on_rollout_end, agent=self._agent, runner=None, rollout=rollout, spans=spans)
 
 
-async def _logged(hook: Callable[..., Any], **given: Any) -> None:
+async def _logged(hook: Callable[..., Any], **arguments: Any) -> None:
     try:
-        returned = hook(**given)
+        returned = hook(**arguments)
         if inspect.isawaitable(returned):
             await returned
     except Exception:  # noqa: BLE001  # of a hook, which the rollout does not depend on
@@ -267,11 +267,11 @@ async def _logged(hook: Callable[..., Any], **given: Any) -> None:
 
 def hooked(agent: Agent, hooks: Hook | Sequence[Hook] | None) -> Agent:
     """The agent with the hooks of a Trainer around it. Raises TypeError for what is no Hook."""
-    given = [hooks] if isinstance(hooks, Hook) else list(hooks or ())
-    for hook in given:
+    all_hooks = [hooks] if isinstance(hooks, Hook) else list(hooks or ())
+    for hook in all_hooks:
         if not isinstance(hook, Hook):
             raise TypeError(f"hooks are of the class lrl.Hook, got {hook!r:.80}")
-    return HookedAgent(agent, given) if given else agent
+    return HookedAgent(agent, all_hooks) if all_hooks else agent
 
 
 def llm_rollout(function: Callable[..., Any] | None = None, *, strip_proxy: bool = True) -> Any:

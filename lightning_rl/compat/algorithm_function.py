@@ -61,7 +61,7 @@ class FunctionAlgorithm(Algorithm):
         """Publish the initial resources, and call the function: in this thread, so that Ctrl-C ends it."""
         assert isinstance(self.store, HttpStore)
         store = LightningStore(self.store, check=self.check)
-        given: Mapping[str, Any] = {
+        offered: Mapping[str, Any] = {
             "store": store,
             "train_dataset": train_dataset,
             "val_dataset": val_dataset,
@@ -71,8 +71,8 @@ class FunctionAlgorithm(Algorithm):
         }
         if self.initial_resources:
             _finish(store.add_resources(self.initial_resources))
-        taken = {name: value for name, value in given.items() if self._open or name in self._names}
-        returned = self.function(**taken)
+        arguments = {name: value for name, value in offered.items() if self._open or name in self._names}
+        returned = self.function(**arguments)
         if inspect.isawaitable(returned):
             _finish(returned)
 

@@ -228,9 +228,11 @@ class AgentModeDaemon:
                 self._store.cancel(rollout_id)
         self._data = None
 
-    def _known(self, what: str) -> _Data:
+    def _known(self, action: str) -> _Data:
         if self._data is None:
-            raise DaemonOrder(f"there are no data to {what}: call set_up_data_and_server(data, server_addresses) first")
+            raise DaemonOrder(
+                f"there are no data to {action}: call set_up_data_and_server(data, server_addresses) first"
+            )
         return self._data
 
     def _finished(self, *, is_train: bool, what: str) -> _Data:
@@ -277,9 +279,9 @@ class AgentModeDaemon:
 
     def _register_engines(self, urls: Sequence[str]) -> None:
         """Tell the gateway of those that it does not know, under the policy version of those that it does."""
-        known = {str(e["url"]).rstrip("/") for e in self._store.engines() if e["model"] == self.model}
+        known_urls = {str(e["url"]).rstrip("/") for e in self._store.engines() if e["model"] == self.model}
         for url in dict.fromkeys(urls):
-            if url not in known:
+            if url not in known_urls:
                 version = int(self._store.state()["models"].get(self.model, {}).get("policy_version", 0))
                 self._store.register_engine(self.model, "vllm", url, version)
 
@@ -340,7 +342,7 @@ def _trained(row: Row) -> list[int]:
     """1 where a token was sampled and its log probability is known. Raises ValueError where the first token is."""
     if row.loss_mask and row.loss_mask[0]:
         raise ValueError("a row's first token is marked as sampled; a call must have a prompt")
-    return [int(sampled and known is not None) for sampled, known in zip(row.loss_mask, row.logprobs, strict=True)]
+    return [int(sampled and logprob is not None) for sampled, logprob in zip(row.loss_mask, row.logprobs, strict=True)]
 
 
 def _tensors(
@@ -454,8 +456,8 @@ def _mean(values: Sequence[float]) -> float:
 
 def _tasks(data: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The samples of a batch of columns, as JSON values."""
-    if taken := [name for name in data if name in _OWN_COLUMNS or name in _TENSORS]:
-        raise ValueError(f"the batch has columns of its own named {', '.join(taken)}: rename those of the data")
+    if reserved := [name for name in data if name in _OWN_COLUMNS or name in _TENSORS]:
+        raise ValueError(f"the batch has columns of its own named {', '.join(reserved)}: rename those of the data")
     if not data:
         raise ValueError("the data have no column, so no sample: give lists or arrays by name")
     columns = {name: _native(column) for name, column in data.items()}

@@ -118,13 +118,13 @@ class LightningStore:
         """
         self._check()
         wanted = None if status_in is None else {_STATUSES.get(status, status) for status in status_in}
-        found = [
+        rollouts = [
             rollout
             for rollout in await asyncio.to_thread(lambda: list(self.store.rollouts()))
             if (wanted is None or rollout.status in wanted)
             and (rollout_id_in is None or rollout.rollout_id in rollout_id_in)
         ][offset:]
-        return found if limit < 0 else found[:limit]
+        return rollouts if limit < 0 else rollouts[:limit]
 
     async def get_rollout_by_id(self, rollout_id: str) -> RolloutDetail | None:
         """The rollout with its attempts; None where there is none."""
@@ -142,8 +142,8 @@ class LightningStore:
         end = None if timeout is None else time.monotonic() + timeout
         waiting, ended = list(dict.fromkeys(rollout_ids)), dict[str, Rollout]()
         while waiting:
-            left = _WAIT_SECONDS if end is None else min(_WAIT_SECONDS, max(0.0, end - time.monotonic()))
-            for rollout in await asyncio.to_thread(self.store.wait, waiting, left):
+            seconds = _WAIT_SECONDS if end is None else min(_WAIT_SECONDS, max(0.0, end - time.monotonic()))
+            for rollout in await asyncio.to_thread(self.store.wait, waiting, seconds):
                 ended[rollout.rollout_id] = rollout
                 waiting.remove(rollout.rollout_id)
             self._check()
@@ -170,8 +170,8 @@ class LightningStore:
 
         Rewards are in `rollout.reward` and `rollout.rewards`, not among the spans.
         """
-        found = await asyncio.to_thread(self.store.traces, [rollout_id])
-        attempts = found[rollout_id].attempts if rollout_id in found else []
+        traces = await asyncio.to_thread(self.store.traces, [rollout_id])
+        attempts = traces[rollout_id].attempts if rollout_id in traces else []
         if attempt_id == "latest":
             attempts = attempts[-1:]
         elif attempt_id is not None:
@@ -255,14 +255,14 @@ def _request(
 ) -> RolloutRequest:
     """Raises TaskError for a task that is no JSON value, and msgspec.ValidationError for what is no request."""
     check_task(task, "the task")
-    given = {
+    fields = {
         "task": task,
         "mode": mode or "train",
         "resources_id": resources_id,
         "config": msgspec.to_builtins(config or RolloutConfig()),
         "metadata": dict(metadata or {}),
     }
-    return msgspec.convert(given, RolloutRequest)
+    return msgspec.convert(fields, RolloutRequest)
 
 
 def _proxy(model: str, train: Mapping[str, Any], val: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,14 +56,16 @@ class LLMProxy:
         port: int | None = None,
         model_list: Sequence[Mapping[str, Any]] | None = None,
         store: LightningStore | None = None,
-        **theirs: Any,
+        **options: Any,
     ) -> None:
-        theirs = {name: value for name, value in ({"port": port} | theirs).items() if value is not None}
-        for name in theirs:
+        options = {name: value for name, value in ({"port": port} | options).items() if value is not None}
+        for name in options:
             if name not in _SERVERS:
                 raise TypeError(f"LLMProxy takes no {name!r}: {_INSTEAD.get(name, 'there is no such argument')}")
-        if theirs:
-            _log.warning("LLMProxy starts no server, so %s have no effect: lightning-rl serve has them", sorted(theirs))
+        if options:
+            _log.warning(
+                "LLMProxy starts no server, so %s have no effect: lightning-rl serve has them", sorted(options)
+            )
         self._models = [_model(each) for each in model_list or ()]
         self._store = store
         self._engines: list[str] | None = None
@@ -85,7 +87,7 @@ class LLMProxy:
         """
         if self.is_running():
             return
-        store, told = self._server().store, list[str]()
+        store, engine_ids = self._server().store, list[str]()
         try:
             for each in self._models:
                 engine = await asyncio.to_thread(
@@ -96,11 +98,11 @@ class LLMProxy:
                     api_key=each.api_key,
                     remote_model=each.remote_model,
                 )
-                told.append(str(engine["engine_id"]))
+                engine_ids.append(str(engine["engine_id"]))
         except StoreError:
-            await self._remove(told)
+            await self._remove(engine_ids)
             raise
-        self._engines = told
+        self._engines = engine_ids
 
     async def stop(self) -> None:
         """Take the models out of the gateway: they get no new calls, and those in flight end.
@@ -159,12 +161,12 @@ class LLMProxy:
         return self._store
 
 
-def _model(given: Mapping[str, Any]) -> _Registration:
+def _model(entry: Mapping[str, Any]) -> _Registration:
     """An entry of litellm's `model_list`."""
-    name, params = given.get("model_name"), dict(given.get("litellm_params") or {})
+    name, params = entry.get("model_name"), dict(entry.get("litellm_params") or {})
     there, url, key = (params.pop(field, None) for field in ("model", "api_base", "api_key"))
     if not isinstance(name, str) or not isinstance(there, str):
-        raise ValueError(f"{dict(given)!r:.200} is no model: give model_name, and litellm_params with model")
+        raise ValueError(f"{dict(entry)!r:.200} is no model: give model_name, and litellm_params with model")
     if params:
         raise ValueError(f"model {name!r}: litellm_params {sorted(params)} are not taken; sampling is as_resource's")
     if there.startswith(_TOKENS) and url:
@@ -172,8 +174,8 @@ def _model(given: Mapping[str, Any]) -> _Registration:
     return _Registration(name, "litellm", url, _key(key), there)
 
 
-def _key(given: Any) -> str | None:
+def _key(key: Any) -> str | None:
     """A service's key, which may name the variable that holds it."""
-    if isinstance(given, str) and given.startswith(_ENVIRONMENT):
-        return os.environ[given.removeprefix(_ENVIRONMENT)]
-    return None if given is None else str(given)
+    if isinstance(key, str) and key.startswith(_ENVIRONMENT):
+        return os.environ[key.removeprefix(_ENVIRONMENT)]
+    return None if key is None else str(key)

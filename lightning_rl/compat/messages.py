@@ -28,10 +28,16 @@ class TraceToMessages:
                 continue
             messages: list[dict[str, Any]] = []
             for each in node.path():
-                told = attributes[each.call.call_id]
-                messages += [*(told.get(semconv.INPUT_MESSAGES) or ()), *(told.get(semconv.OUTPUT_MESSAGES) or ())]
+                call_attributes = attributes[each.call.call_id]
+                messages += [
+                    *(call_attributes.get(semconv.INPUT_MESSAGES) or ()),
+                    *(call_attributes.get(semconv.OUTPUT_MESSAGES) or ()),
+                ]
             digest = attributes[node.path()[0].call.call_id].get(semconv.TOOLS)
             rows.append({"messages": messages, "tools": None if digest is None else tools.get(digest)})
-        for said in conversations(spans):
-            rows += [{"messages": [*said.prompt, answer], "tools": said.tools or None} for answer in said.answers]
+        for conversation in conversations(spans):
+            rows += [
+                {"messages": [*conversation.prompt, answer], "tools": conversation.tools or None}
+                for answer in conversation.answers
+            ]
         return rows

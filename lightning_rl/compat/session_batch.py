@@ -75,16 +75,18 @@ class SessionBatch:
     def tokens(self) -> dict[str, int]:
         """The sampled tokens: `trained`, and the others by why they are not. Raises ConservationError where some are
         in neither."""
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for trajectory in self.trajectories:
             for row in trajectory.rows:
-                found[row.excluded or "trained"] += sum(row.loss_mask)
-            found.update(trajectory.left_out)
-            found.update(trajectory.excluded)
+                counts[row.excluded or "trained"] += sum(row.loss_mask)
+            counts.update(trajectory.left_out)
+            counts.update(trajectory.excluded)
         sampled = sum(each.sampled_tokens + sum(each.excluded.values()) for each in self.trajectories)
-        if found.total() != sampled:
-            raise ConservationError(f"of {sampled} tokens that the sessions sampled, {found.total()} are accounted for")
-        return dict(+found)
+        if counts.total() != sampled:
+            raise ConservationError(
+                f"of {sampled} tokens that the sessions sampled, {counts.total()} are accounted for"
+            )
+        return dict(+counts)
 
 
 def batch_of(sessions: Sequence[EndedSession], min_successful_sessions: int) -> SessionBatch:
@@ -106,6 +108,6 @@ def batch_of(sessions: Sequence[EndedSession], min_successful_sessions: int) -> 
 
 def short_reason(kind: str, message: str) -> str:
     """A failure in one short line."""
-    said = " ".join(message.split())
-    reason = f"{kind}: {said}" if said else kind
+    text = " ".join(message.split())
+    reason = f"{kind}: {text}" if text else kind
     return reason if len(reason) <= _REASON_LENGTH else f"{reason[: _REASON_LENGTH - 3]}..."

@@ -54,6 +54,6 @@ class Leases:
             return
         for attempt_id, (_, lost) in held.items():
             with self._lock:
-                ours = attempt_id in leases or self._held.pop(attempt_id, None) is None
-            if not ours:
+                is_fine = attempt_id in leases or self._held.pop(attempt_id, None) is None
+            if not is_fine:
                 lost()

@@ -22,9 +22,9 @@ def published(store: HttpStore, defaults: Mapping[str, Any], model: str | None) 
 
     Raises SessionSamplingError for a parameter that there is not, or where `model` must be named.
     """
-    known = (*OVERRIDABLE, *_LOCKED_OFF)
-    if unknown := sorted(set(defaults) - set(known)):
-        raise SessionSamplingError(f"sampling_defaults has {unknown}; there are {sorted(known)}")
+    valid_names = (*OVERRIDABLE, *_LOCKED_OFF)
+    if unknown := sorted(set(defaults) - set(valid_names)):
+        raise SessionSamplingError(f"sampling_defaults has {unknown}; there are {sorted(valid_names)}")
     locked = {name: defaults.get(name, off) for name, off in _LOCKED_OFF.items()}
     main_llm = {
         "type": "proxy_llm",

@@ -152,7 +152,7 @@ class AgentFramework:
         """
         check_names(tasks, sorted(self._makers), self._default)
         batch = f"sessions-{secrets.token_hex(6)}"
-        asked = [
+        requests = [
             (RolloutRequest(
                 task=task,
                 mode=mode,
@@ -166,7 +166,7 @@ class AgentFramework:
             for number in range(n)
         ]  # fmt: skip
         async with asyncio.TaskGroup() as group:
-            running = [group.create_task(self._session(request, runner)) for request, runner in asked]
+            running = [group.create_task(self._session(request, runner)) for request, runner in requests]
         return batch_of([task.result() for task in running], self._least)
 
     async def create_session(self, task: Any, *, mode: Mode = "train", group_id: str | None = None) -> Session:

@@ -83,9 +83,9 @@ class Conversation:
             self.ended_by = termination.ASSISTANT_TURNS
         if self.ended_by is not None:
             return None
-        asked: Any = {"model": self.llm.model, "messages": self.messages, **request, **self._room(request)}
+        arguments: Any = {"model": self.llm.model, "messages": self.messages, **request, **self._room(request)}
         try:
-            completion = await self._client.chat.completions.create(**asked)
+            completion = await self._client.chat.completions.create(**arguments)
         except BadRequestError as error:
             if error.code != _TOO_LONG:
                 raise
@@ -108,13 +108,13 @@ class Conversation:
         limits = [request.get(name), self.limits.answer_length]
         if self._first_prompt is None:
             limits.append(self.limits.response_length)
-        found: dict[str, Any] = {}
-        if given := [limit for limit in limits if limit is not None]:
-            found[name] = min(given)
+        fields: dict[str, Any] = {}
+        if lengths := [limit for limit in limits if limit is not None]:
+            fields[name] = min(lengths)
         context = self.limits.row_length if self._first_prompt is None else self.limits.context(self._first_prompt)
         if context is not None:
-            found["extra_body"] = {**(request.get("extra_body") or {}), "max_context_tokens": context}
-        return found
+            fields["extra_body"] = {**(request.get("extra_body") or {}), "max_context_tokens": context}
+        return fields
 
     def _why_refused(self, error: "BadRequestError") -> str:
         if error.param != "max_context_tokens":

@@ -49,10 +49,10 @@ class NamedLoops(msgspec.Struct, frozen=True, kw_only=True):
     def rewards_any(self, tasks: Sequence[Any]) -> bool:
         """Whether any of the tasks runs a loop that may give a reward: one of one's own, or that of tools, where there
         are tools, or a user, which may give some."""
-        turns, known = self.multi_turn, makers(self.path)
+        turns, makers_by_name = self.multi_turn, makers(self.path)
         others = [turns.tool_config_path, turns.function_tool_path, turns.user.path]
         silent = {SingleTurnAgent} if any(other is not None for other in others) else {SingleTurnAgent, ToolAgent}
-        return any(known[name] not in silent for name in {name_of(task, self.default) for task in tasks})
+        return any(makers_by_name[name] not in silent for name in {name_of(task, self.default) for task in tasks})
 
 
 def loops_of(config: Config) -> NamedLoops | None:
@@ -68,7 +68,7 @@ def loops_of(config: Config) -> NamedLoops | None:
     if agent.default_agent_loop is None and agent.agent_loop_config_path is None:
         return None
     path = agent.agent_loop_config_path
-    found = NamedLoops(
+    loops = NamedLoops(
         default=agent.default_agent_loop or SingleTurnAgent.name,
         path=None if path is None else str(Path(path).expanduser().resolve()),
         limits=Limits(
@@ -81,10 +81,10 @@ def loops_of(config: Config) -> NamedLoops | None:
         multi_turn=turns,
         tokenizer=config.actor_rollout_ref.model.path or str(tutorial.checkpoint()),
     )
-    known = sorted(makers(found.path))
-    if found.default not in known:
-        raise ConfigError(f"{_AGENT}.default_agent_loop is {found.default!r}, and there are {known}")
-    return found
+    names = sorted(makers(loops.path))
+    if loops.default not in names:
+        raise ConfigError(f"{_AGENT}.default_agent_loop is {loops.default!r}, and there are {names}")
+    return loops
 
 
 def makers(path: str | None) -> dict[str, Callable[[], Agent]]:
@@ -114,11 +114,11 @@ def _maker(entry: Any, path: str) -> tuple[str, Callable[[], Agent]]:
         raise ConfigError(f"{path}: {entry!r:.80} is no loop: give it a name and a _target_, its class")
     name, target = entry["name"], entry["_target_"]
     spec = target if ":" in target else ":".join(target.rsplit(".", 1))
-    found = load(spec, f"agent loop {name!r} of {path}", error=NotALoop)
-    if not isinstance(found, type) or not issubclass(found, Agent):
+    loop_class = load(spec, f"agent loop {name!r} of {path}", error=NotALoop)
+    if not isinstance(loop_class, type) or not issubclass(loop_class, Agent):
         raise NotALoop(f"agent loop {name!r} of {path}: {target} is no class of lightning_rl.loops.AgentLoop")
     arguments = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
-    maker = partial(found, **arguments)
+    maker = partial(loop_class, **arguments)
     try:
         maker()
     except TypeError as error:
@@ -157,11 +157,11 @@ class LoopsAgent(Agent):
         return LoopsAgent, (self.loops,)  # tools and loops are made where they run
 
     def _loop(self, task: Any, rollout: Any) -> Agent:
-        known, setting = self._parts()
+        makers_by_name, setting = self._parts()
         name = name_of(task, self.loops.default)
-        if name not in known:
-            raise unknown(f"the task of rollout {rollout.rollout_id}", name, sorted(known))
-        loop = known[name]()
+        if name not in makers_by_name:
+            raise unknown(f"the task of rollout {rollout.rollout_id}", name, sorted(makers_by_name))
+        loop = makers_by_name[name]()
         if isinstance(loop, AgentLoop):
             loop.setting = setting
             loop.name = name

@@ -68,11 +68,11 @@ class ToolAgent(AgentLoop):
     async def _listen(self, task: Any, talk: Conversation) -> None:
         """The user's turn."""
         assert self.setting.user is not None
-        said = await self.setting.user(task, talk.messages, talk.llm)
-        if said is None:
+        text = await self.setting.user(task, talk.messages, talk.llm)
+        if text is None:
             talk.ended_by = termination.USER_DONE
         else:
-            talk.add_user(said)
+            talk.add_user(text)
 
 
 async def _run(answer: Answer, talk: Conversation, tools: "TrajectoryTools") -> "list[ToolResult]":

@@ -42,14 +42,14 @@ class FunctionUser:
     async def __call__(self, task: Any, messages: Messages, llm: LLM) -> str | None:
         """See `User`."""
         if inspect.iscoroutinefunction(self._function):
-            said = await self._function(task, messages)
+            text = await self._function(task, messages)
         else:
-            said = await in_thread(self._function, task, messages)  # of its own: each rollout's user may take its time
-            if inspect.isawaitable(said):  # of an object whose call is async
-                said = await said
-        if said is not None and not isinstance(said, str):
-            raise UserError(f"{self._name} returned {said!r:.80}; return a text, or None when the user is done")
-        return said
+            text = await in_thread(self._function, task, messages)  # of its own: each rollout's user may take its time
+            if inspect.isawaitable(text):  # of an object whose call is async
+                text = await text
+        if text is not None and not isinstance(text, str):
+            raise UserError(f"{self._name} returned {text!r:.80}; return a text, or None when the user is done")
+        return text
 
 
 class ModelUser:
@@ -64,14 +64,14 @@ class ModelUser:
         """See `User`."""
         scene = task.get("user_prompt") if isinstance(task, Mapping) else None
         system = "\n\n".join(filter(None, [scene, self._prompt]))
-        asked: Any = [{"role": "system", "content": system}, *_from_the_other_side(messages)]
-        answer = await llm.for_agent(TAG).async_openai().chat.completions.create(model=self._name, messages=asked)
-        said = (answer.choices[0].message.content or "").strip()
-        return None if not said or self._done in said else said
+        chat: Any = [{"role": "system", "content": system}, *_from_the_other_side(messages)]
+        answer = await llm.for_agent(TAG).async_openai().chat.completions.create(model=self._name, messages=chat)
+        text = (answer.choices[0].message.content or "").strip()
+        return None if not text or self._done in text else text
 
 
 def _from_the_other_side(messages: Messages) -> list[dict[str, str]]:
     """The texts of user and policy, their roles exchanged; the user sees neither tools nor the system's words."""
     roles = {"user": "assistant", "assistant": "user"}
-    said = [(roles[message["role"]], text_of(message)) for message in messages if message.get("role") in roles]
-    return [{"role": role, "content": text} for role, text in said if text]
+    turns = [(roles[message["role"]], text_of(message)) for message in messages if message.get("role") in roles]
+    return [{"role": role, "content": text} for role, text in turns if text]

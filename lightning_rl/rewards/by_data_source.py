@@ -24,14 +24,14 @@ _OTHERS = "name a function of yours, reward.custom_reward_function.path=FILE.py 
 
 def gsm8k(answer: str, truth: str) -> Score:
     """1 where the number behind the last `#### ` is the truth, else 0."""
-    found = re.findall(r"#### (-?[0-9.,]+)", answer[-_LAST:])
-    return {FINAL: float(bool(found) and found[-1].replace(",", "") == truth)}
+    numbers = re.findall(r"#### (-?[0-9.,]+)", answer[-_LAST:])
+    return {FINAL: float(bool(numbers) and numbers[-1].replace(",", "") == truth)}
 
 
 def math(answer: str, truth: str) -> Score:
     """1 where the last boxed expression is the truth, by MATH's normal form; else 0."""
-    found = boxed(answer)
-    return {FINAL: float(found is not None and math_form(found) == math_form(truth))}
+    expression = boxed(answer)
+    return {FINAL: float(expression is not None and math_form(expression) == math_form(truth))}
 
 
 def dapo(answer: str, truth: str) -> Score:
@@ -39,9 +39,9 @@ def dapo(answer: str, truth: str) -> Score:
 
     Without an `Answer:` it is the last boxed expression that must be the truth, letter by letter.
     """
-    found = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", answer[-_LAST:])
-    if found:
-        right = minerva_form(found[-1]) == minerva_form(truth)
+    answers = re.findall(r"(?i)Answer\s*:\s*([^\n]+)", answer[-_LAST:])
+    if answers:
+        right = minerva_form(answers[-1]) == minerva_form(truth)
     else:
         right = in_braces(answer[-_LAST_BOXED:]) == truth
     return {FINAL: 1.0 if right else -1.0, "acc": float(right)}
@@ -49,10 +49,10 @@ def dapo(answer: str, truth: str) -> Score:
 
 def search(answer: str, truth: Mapping[str, Any]) -> Score:
     """1 where the text in the last `<answer>` is one of `target`, without case, articles and punctuation; else 0."""
-    found = re.findall(r"<answer>(.*?)</answer>", answer, re.DOTALL)
+    answers = re.findall(r"<answer>(.*?)</answer>", answer, re.DOTALL)
     target = truth["target"]
     texts = [target] if isinstance(target, str) else target
-    right = bool(found) and _words(found[-1]) in [_words(str(text)) for text in texts]
+    right = bool(answers) and _words(answers[-1]) in [_words(str(text)) for text in texts]
     many = max(answer.count("<answer>"), answer.count("</answer>")) > _MANY_TAGS
     return {FINAL: right * (0.25 if many else 1.0)}
 
@@ -105,8 +105,8 @@ class DataSourceReward:
 
 
 def _scored(rollout: FinishedRollout) -> Score:
-    told = task_arguments(rollout)
-    source, truth = told["data_source"], told["ground_truth"]
+    arguments = task_arguments(rollout)
+    source, truth = arguments["data_source"], arguments["ground_truth"]
     scorer = scorer_of(source)
     if scorer is None:
         raise RewardError(f"rollout {rollout.rollout_id}: there is no scorer for `data_source` {source!r}; {_OTHERS}")

@@ -14,12 +14,12 @@ class RewardError(Explained, ValueError):
 
 def finite(value: object, where: str) -> float:
     """`value` as a float. Raises RewardError naming `where` for NaN, infinities and what is no number."""
-    found = number(value)
-    if found is None:
+    as_float = number(value)
+    if as_float is None:
         raise RewardError(f"{where} is {value!r}, of type {type(value).__name__}; return a number")
-    if not math.isfinite(found):
-        raise RewardError(f"{where} is {found}; it must be finite")
-    return found
+    if not math.isfinite(as_float):
+        raise RewardError(f"{where} is {as_float}; it must be finite")
+    return as_float
 
 
 def named_rewards(given: object, where: str) -> dict[str, float]:

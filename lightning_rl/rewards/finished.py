@@ -34,10 +34,13 @@ def finished_rollout(
     attributes = {span.span_id: span.attributes for span in spans}
     messages: list[dict[str, Any]] = []
     for node in path:
-        said = attributes[node.call.call_id]
-        messages += [*(said.get(semconv.INPUT_MESSAGES) or ()), *(said.get(semconv.OUTPUT_MESSAGES) or ())]
-    if not calls and (told := conventions.conversations(spans, model if isinstance(model, str) else None)):
-        messages = [*told[-1].prompt, *told[-1].answers[:1]]
+        call_attributes = attributes[node.call.call_id]
+        messages += [
+            *(call_attributes.get(semconv.INPUT_MESSAGES) or ()),
+            *(call_attributes.get(semconv.OUTPUT_MESSAGES) or ()),
+        ]
+    if not calls and (conversations := conventions.conversations(spans, model if isinstance(model, str) else None)):
+        messages = [*conversations[-1].prompt, *conversations[-1].answers[:1]]
     return FinishedRollout(
         rollout_id=rollout.rollout_id,
         group_id=rollout.group_id or rollout.rollout_id,

@@ -103,8 +103,8 @@ class RewardFunction:
                 f"other may be named {FINAL!r}"
             )
         further = {str(name): value for name, value in result.items() if name != _SCORE and number(value) is not None}
-        given = {FINAL: result[_SCORE], **further}
-        return {name: finite(value, f"{where}: the reward {name!r}") for name, value in given.items()}
+        rewards = {FINAL: result[_SCORE], **further}
+        return {name: finite(value, f"{where}: the reward {name!r}") for name, value in rewards.items()}
 
     def _called(self) -> str:
         return f"{self.file}:{self.name}"
@@ -132,8 +132,8 @@ def task_arguments(rollout: FinishedRollout) -> dict[str, Any]:
             f"rollout {rollout.rollout_id}: its task {keys}, so there is no ground truth for the reward function; "
             'make each task a dict with {"reward_model": {"ground_truth": ...}}, or score in the agent'
         )
-    told = {"data_source": task.get("data_source"), "extra_info": task.get("extra_info")}
-    return told | {"ground_truth": held["ground_truth"]}
+    arguments = {"data_source": task.get("data_source"), "extra_info": task.get("extra_info")}
+    return arguments | {"ground_truth": held["ground_truth"]}
 
 
 def _function(file: Path, name: str) -> Callable[..., Any]:
@@ -162,9 +162,9 @@ def _load(file: Path, name: str) -> ModuleType:
 
 
 def _check_arguments(function: Callable[..., Any], called: str, reward_kwargs: Mapping[str, Any]) -> None:
-    if taken := sorted(set(ARGUMENTS) & set(reward_kwargs)):
+    if reserved := sorted(set(ARGUMENTS) & set(reward_kwargs)):
         raise RewardFunctionError(
-            f"reward function {called}: reward_kwargs hold {taken[0]!r}, which each rollout fills; name it otherwise"
+            f"reward function {called}: reward_kwargs hold {reserved[0]!r}, which each rollout fills; name it otherwise"
         )
     try:
         signature = inspect.signature(function)

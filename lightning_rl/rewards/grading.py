@@ -68,14 +68,14 @@ def _graded(reward: GroupReward, group: Sequence[FinishedRollout]) -> Graded:
         raise
 
 
-def _checked(given: Sequence[float | Mapping[str, float]], group: Sequence[FinishedRollout]) -> Graded:
-    if not isinstance(given, Sequence) or isinstance(given, str) or len(given) != len(group):
-        many = f"{len(given)} rewards" if isinstance(given, Sequence) else type(given).__name__
+def _checked(rewards: Sequence[float | Mapping[str, float]], group: Sequence[FinishedRollout]) -> Graded:
+    if not isinstance(rewards, Sequence) or isinstance(rewards, str) or len(rewards) != len(group):
+        many = f"{len(rewards)} rewards" if isinstance(rewards, Sequence) else type(rewards).__name__
         raise RewardError(
             f"group {group[0].group_id}: the reward function returned {many} for {len(group)} rollouts; return a list "
             "with one for each, in their order"
         )
-    return [named_rewards(one, f"rollout {rollout.rollout_id}") for one, rollout in zip(given, group, strict=True)]
+    return [named_rewards(one, f"rollout {rollout.rollout_id}") for one, rollout in zip(rewards, group, strict=True)]
 
 
 def from_config(reward: RewardSection) -> GroupReward | None:

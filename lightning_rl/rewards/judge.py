@@ -93,10 +93,10 @@ class RankingJudge:
         return [reward_of[rollout.answer] for rollout in rollouts]
 
     def _ask(self, rollout: FinishedRollout, answers: Sequence[str]) -> Ranking:
-        asked = {"task": rollout.task, "answers": {str(n): text for n, text in enumerate(answers, 1)}}
+        question = {"task": rollout.task, "answers": {str(n): text for n, text in enumerate(answers, 1)}}
         chat = [
             {"role": "system", "content": f"{_SYSTEM}\n\nWhat to look at: {self.rubric}"},
-            {"role": "user", "content": json.dumps(asked, ensure_ascii=False)},
+            {"role": "user", "content": json.dumps(question, ensure_ascii=False)},
         ]
         for _ in range(_TRIES):
             reply = self._reply(rollout, chat)
@@ -163,16 +163,16 @@ def parsed(reply: str, count: int) -> Ranking:
         RankingUnclear: there is none; it says what is wrong with the last one that was tried.
     """
     unclear = "there is no JSON with a ranking in it" if reply.strip() else "it is empty"
-    found: dict[bool, Ranking] = {}  # as a bare list, as "ranking" in an object
+    rankings: dict[bool, Ranking] = {}  # as a bare list, as "ranking" in an object
     for value in _json_values(reply):
         named = isinstance(value, dict)
         try:
-            found[named] = _ranking(value.get("ranking") if named else value, count)
+            rankings[named] = _ranking(value.get("ranking") if named else value, count)
         except RankingUnclear as error:
             unclear = str(error)
-    if not found:
+    if not rankings:
         raise RankingUnclear(unclear)
-    return found[max(found)]
+    return rankings[max(rankings)]
 
 
 def _json_values(text: str) -> Iterator[Any]:
@@ -190,10 +190,10 @@ def _json_values(text: str) -> Iterator[Any]:
         yield value
 
 
-def _ranking(given: Any, count: int) -> Ranking:
-    if not isinstance(given, list):
+def _ranking(ranking: Any, count: int) -> Ranking:
+    if not isinstance(ranking, list):
         raise RankingUnclear('there is no list "ranking"')
-    places = [[_answer(item) for item in (place if isinstance(place, list) else [place])] for place in given]
+    places = [[_answer(item) for item in (place if isinstance(place, list) else [place])] for place in ranking]
     named = [answer for place in places for answer in place]
     if sorted(named) != list(range(1, count + 1)):
         raise RankingUnclear(f"it ranks {named}, and each of the answers 1 to {count} must be there once")

@@ -43,9 +43,9 @@ def boxed(text: str) -> str | None:
 
 def in_braces(text: str) -> str | None:
     """What stands in the last `\\boxed{...}` of a text; None where there is none, or it is not closed."""
-    _, found, rest = text.rpartition(_BOX)
-    depth = 1 if found else 0
-    for place, letter in enumerate(rest if found else ""):
+    _, box, rest = text.rpartition(_BOX)
+    depth = 1 if box else 0
+    for place, letter in enumerate(rest if box else ""):
         depth += (letter == "{") - (letter == "}")
         if depth == 0:
             return rest[:place]

@@ -54,14 +54,18 @@ class Grader:
                 groups[finished.group_id].append(finished)
                 if not graded_before(counting.rewards):
                     attempts[finished.rollout_id] = counting.attempt.attempt_id
-        asked = [group for group in groups.values() if any(finished.rollout_id in attempts for finished in group)]
+        ungraded = [group for group in groups.values() if any(finished.rollout_id in attempts for finished in group)]
         late = {
             finished.rollout_id: late_rewards(named)
-            for group, rewards in zip(asked, grade(self.reward, asked, concurrency=self._concurrency), strict=True)
+            for group, rewards in zip(
+                ungraded, grade(self.reward, ungraded, concurrency=self._concurrency), strict=True
+            )
             for finished, named in zip(group, rewards, strict=True)
             if finished.rollout_id in attempts
         }
-        store.add_late_rewards({(rollout_id, attempts[rollout_id]): given for rollout_id, given in late.items()})
+        store.add_late_rewards(
+            {(rollout_id, attempts[rollout_id]): reward_list for rollout_id, reward_list in late.items()}
+        )
         return [
             given_late(trace, late[trace.rollout.rollout_id]) if trace.rollout.rollout_id in late else trace
             for trace in traces

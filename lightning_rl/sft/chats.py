@@ -25,14 +25,14 @@ def calls_of(record: Mapping[str, Any], rollout_id: str, place: str) -> Iterator
 
     Raises ConfigError naming its `place` for messages that are none, or that have no answer.
     """
-    asked: list[dict[str, Any]] = []
+    new_messages: list[dict[str, Any]] = []
     number = 0
     messages, tools = _read(record, place)
     for message in messages:
         if (weight := message.pop("weight", 1)) not in (0, 1):
             raise ConfigError(f"{place}: an answer has weight {weight!r}; it is 1, which is learned, or 0: context")
         if message["role"] != "assistant" or weight == 0:
-            asked.append(message)
+            new_messages.append(message)
             continue
         yield {
             "rollout_id": rollout_id,
@@ -44,25 +44,25 @@ def calls_of(record: Mapping[str, Any], rollout_id: str, place: str) -> Iterator
             "model": MODEL,
             "prompt_token_ids": [],
             "response_token_ids": [],
-            "messages": asked,
+            "messages": new_messages,
             "answer": [message],
             "finish_reason": "tool_calls" if message.get("tool_calls") else "stop",
             "reward": record.get("reward"),
             "exact": False,
             "tools": tools,
         }
-        asked, number = [], number + 1
+        new_messages, number = [], number + 1
     if not number:
         raise ConfigError(f"{place} has no message of the assistant: there is nothing to learn from")
 
 
 def _read(record: Mapping[str, Any], place: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
     """The messages and tools as the gateway would read them in a request; `weight` stays."""
-    given = record["messages"]
-    if not isinstance(given, list):
-        raise ConfigError(f"{place}: messages is {given!r:.80}; it must be a list")
+    raw_messages = record["messages"]
+    if not isinstance(raw_messages, list):
+        raise ConfigError(f"{place}: messages is {raw_messages!r:.80}; it must be a list")
     messages = []
-    for number, one in enumerate(given):
+    for number, one in enumerate(raw_messages):
         if not isinstance(one, Mapping):
             raise ConfigError(f"{place}: messages[{number}] is {one!r:.80}; it must be an object with a role")
         messages.append({name: value for name, value in one.items() if value is not None})

@@ -69,7 +69,7 @@ class Examples:
             "tokens/trained": float(seen),
             "tokens/pending": float(trained - seen),
             **{f"tokens/excluded/{reason}": float(n) for reason, n in sorted(excluded.items())},
-            **{f"sft/calls/{what}": float(n) for what, n in sorted(self.calls.items())},
+            **{f"sft/calls/{outcome}": float(n) for outcome, n in sorted(self.calls.items())},
         }
 
 
@@ -88,9 +88,9 @@ def load(
         taught: the calls of the run's own rollouts, whatever their mode. Those that `teacher` answered are learned
             from, unless `sft.models` says otherwise.
     """
-    found, other_attempts = traces.read(sources)
+    of_sources, other_attempts = traces.read(sources)
     of_run, others_of_run = traces.of_calls(taught)
-    kept, left_out = traces.chosen(found, config.sft)
+    kept, left_out = traces.chosen(of_sources, config.sft)
     kept_of_run, left_out_of_run = traces.chosen(of_run, replace(config.sft, mode=None))
     other_attempts += others_of_run
     examples = Examples(read=other_attempts.total(), excluded=other_attempts)
@@ -106,10 +106,10 @@ def load(
     usable = [one for one in made if one.sequences]
     if not usable:
         reasons = Counter(reason for _, reason in left_out) + Counter(dict(examples.calls))
-        told = ", ".join(f"{n} {reason}" for reason, n in reasons.items())
+        counts = ", ".join(f"{n} {reason}" for reason, n in reasons.items())
         raise ConfigError(
-            f"of {len(found) + len(of_run)} rollouts none is left to learn from ({told}): sft.mode, sft.min_reward, "
-            "sft.models and algorithm.train_agents choose among them"
+            f"of {len(of_sources) + len(of_run)} rollouts none is left to learn from ({counts}): "
+            "sft.mode, sft.min_reward, sft.models and algorithm.train_agents choose among them"
         )
     _split(usable, config, examples)
     examples.excluded, examples.calls = +examples.excluded, +examples.calls

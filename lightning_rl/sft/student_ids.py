@@ -50,9 +50,9 @@ class StudentFormat:
     def write(self, trace: CallTrace) -> Written:
         """The trace's calls in the student's ids."""
         written = Written()
-        asked: dict[str, _WrittenCall] = {}
+        calls_by_id: dict[str, _WrittenCall] = {}
         for call in map(_as_read, trace.calls):
-            parent = asked.get(call.parent_call_id or "")
+            parent = calls_by_id.get(call.parent_call_id or "")
             before = [] if parent is None else parent.messages
             tools = call.tools if parent is None else parent.tools
             messages = [*before, *call.messages]
@@ -61,7 +61,7 @@ class StudentFormat:
             except NotWritten as error:
                 written.why_not[call.call_id] = str(error)
                 one = _WrittenCall([*messages, *call.answer[:1]], tools)
-            asked[call.call_id] = one
+            calls_by_id[call.call_id] = one
             if one.prompt is not None:
                 written.calls.append(_call(call, one, parent))
                 written.as_sampled += one.recorded
@@ -137,9 +137,9 @@ def _as_read(call: TracedCall) -> TracedCall:
     return msgspec.structs.replace(call, answer=read.messages)
 
 
-def _call(call: TracedCall, asked: _WrittenCall, parent: _WrittenCall | None) -> Call:
+def _call(call: TracedCall, written: _WrittenCall, parent: _WrittenCall | None) -> Call:
     """The call in a forest: behind its parent where its prompt begins with all of the parent's ids."""
-    prompt = asked.prompt or []
+    prompt = written.prompt or []
     context = [] if parent is None or parent.prompt is None else parent.prompt + parent.answer
     follows = bool(context) and prompt[: len(context)] == context
     return Call(
@@ -151,7 +151,7 @@ def _call(call: TracedCall, asked: _WrittenCall, parent: _WrittenCall | None) ->
         agent=call.agent,
         parent_id=call.parent_call_id if follows else None,
         prompt_ids=prompt[len(context) :] if follows else prompt,
-        response_ids=asked.answer,
+        response_ids=written.answer,
         logprobs=None,
         versions=[],
         temperature=1.0,

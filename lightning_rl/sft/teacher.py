@@ -33,8 +33,8 @@ class TeacherBaseline(Baseline):
         frozen = sorted(config.gateway.frozen_models())
         self._frozen = name in frozen
         if not self._frozen and "/" not in name and not Path(name).is_dir():
-            known = f"gateway.backends has {', '.join(frozen)}" if frozen else "gateway.backends is empty"
-            raise ConfigError(f"sft.teacher={name}: {known}, and there is no folder {Path(name).resolve()}")
+            backend_list = f"gateway.backends has {', '.join(frozen)}" if frozen else "gateway.backends is empty"
+            raise ConfigError(f"sft.teacher={name}: {backend_list}, and there is no folder {Path(name).resolve()}")
 
     def open(self, run_dir: Path) -> Endpoint:
         """See `Algorithm`."""

@@ -70,19 +70,19 @@ def read(sources: Sequence[str | Path]) -> tuple[list[CallTrace], Counter[str]]:
     """
     traces: list[CallTrace] = []
     excluded: Counter[str] = Counter()
-    seen: dict[str, int] = {}
+    source_numbers: dict[str, int] = {}
     for number, source in enumerate(sources):
         of_source = list(_by_rollout(_calls(Path(source).expanduser(), number)))
         if not of_source:
             raise ConfigError(f"sft.traces: {source} holds no calls; name a run whose agent asked a model")
         for calls in of_source:
             first = calls[0]
-            if (other := seen.setdefault(first.rollout_id, number)) != number:
+            if (other := source_numbers.setdefault(first.rollout_id, number)) != number:
                 raise ConfigError(
                     f"sft.traces: rollout {first.rollout_id} is in {sources[other]} and in {source}: name one, once"
                 )
-        found, superseded = of_calls(itertools.chain.from_iterable(of_source))
-        traces += [msgspec.structs.replace(trace, group_id=f"{number}/{trace.group_id}") for trace in found]
+        call_traces, superseded = of_calls(itertools.chain.from_iterable(of_source))
+        traces += [msgspec.structs.replace(trace, group_id=f"{number}/{trace.group_id}") for trace in call_traces]
         excluded += superseded
     return traces, excluded
 
@@ -158,10 +158,10 @@ def _trace(calls: list[TracedCall]) -> CallTrace:
 
 
 def _by_rollout(calls: Iterable[TracedCall]) -> Iterator[list[TracedCall]]:
-    found: dict[str, list[TracedCall]] = {}
+    by_rollout: dict[str, list[TracedCall]] = {}
     for call in calls:
-        found.setdefault(call.rollout_id, []).append(call)
-    yield from found.values()
+        by_rollout.setdefault(call.rollout_id, []).append(call)
+    yield from by_rollout.values()
 
 
 def _calls(source: Path, number_of_source: int) -> Iterator[TracedCall]:
