@@ -51,11 +51,11 @@ def owned(run_dir: Path, *, lock: str = LOCK, patience_seconds: float = 0) -> It
 def is_held(lock: Path) -> bool:
     """Whether a process holds this lock file. It is looked up, never taken: whoever takes it could refuse a trainer."""
     try:
-        found = lock.stat()
+        status = lock.stat()
         held = Path("/proc/locks").read_text()
     except OSError:
         return False
-    device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     return any(device in line.split() for line in held.splitlines())
 
 

@@ -54,8 +54,8 @@ def load(spec: str, what: str, *, error: type[NotLoadable] = NotLoadable) -> Any
 def made_of(file: Path) -> ModuleType | None:
     """The module that was made of this file already: a script that trains must not be run again by what it names."""
     for module in list(sys.modules.values()):
-        known = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        if isinstance(known, str) and os.path.basename(known) == file.name and Path(known).resolve() == file:
+        path = vars(module).get("__file__") if isinstance(module, ModuleType) else None
+        if isinstance(path, str) and os.path.basename(path) == file.name and Path(path).resolve() == file:
             return module
     return None
 
@@ -96,8 +96,10 @@ def explained(what: str, kind: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        told = traceback.TracebackException.from_exception(error)
-        ours = {__file__, contextlib.__file__}
-        theirs = [frame for frame in told.stack if frame.filename not in ours and "importlib" not in frame.filename]
-        told.stack = traceback.StackSummary.from_list(theirs)
-        raise kind(f"{what} cannot be imported\n{''.join(told.format(chain=False)).rstrip()}") from error
+        exception = traceback.TracebackException.from_exception(error)
+        own_files = {__file__, contextlib.__file__}
+        user_frames = [
+            frame for frame in exception.stack if frame.filename not in own_files and "importlib" not in frame.filename
+        ]
+        exception.stack = traceback.StackSummary.from_list(user_frames)
+        raise kind(f"{what} cannot be imported\n{''.join(exception.format(chain=False)).rstrip()}") from error

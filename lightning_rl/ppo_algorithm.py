@@ -192,13 +192,13 @@ class PPO(Hooks, ConfiguredAlgorithm):
     def prepare(self, train_dataset: Dataset | None, val_dataset: Dataset | None) -> tuple[Dataset, Dataset]:
         """The datasets given, or the files that the config names. Raises ConfigError where they make not one step,
         or nothing gives their rollouts a reward."""
-        given = train_dataset, val_dataset, self._tune_dataset
-        found = tasks_of_run.datasets(self.config, *given)
+        arguments = train_dataset, val_dataset, self._tune_dataset
+        datasets = tasks_of_run.datasets(self.config, *arguments)
         if self.config.data.filter_overlong_prompts:
             folder, _ = located(self.config.actor_rollout_ref.model.path)
-            found = tasks_of_run.without_overlong(self.config, folder, found)
-        self.rules = replace(self.rules, grader=tasks_of_run.grader_of(self.config, self.rules.grader, found))
-        tasks, held_out, self._tune_dataset = found
+            datasets = tasks_of_run.without_overlong(self.config, folder, datasets)
+        self.rules = replace(self.rules, grader=tasks_of_run.grader_of(self.config, self.rules.grader, datasets))
+        tasks, held_out, self._tune_dataset = datasets
         self._total_steps = self.steps(len(tasks))
         return tasks, held_out
 
@@ -213,8 +213,8 @@ class PPO(Hooks, ConfiguredAlgorithm):
         self.state = RunState(self.config, run_dir)
         self.state.step, self.history = end.made, jsonl.history(run_dir / "metrics.jsonl")
         if self.shows:
-            asked = max(end.made, self._total_steps)
-            print(f"this run is finished, with {end.made} of {asked} steps: there is nothing left to do")
+            total = max(end.made, self._total_steps)
+            print(f"this run is finished, with {end.made} of {total} steps: there is nothing left to do")
             print("\n".join(self.summary()))
         return True
 
@@ -263,8 +263,8 @@ class PPO(Hooks, ConfiguredAlgorithm):
 
     def _begin_from(self, run_dir: Path) -> Path | None:
         """The checkpoint of another run that this one begins with, in its own folder; None where it begins anew."""
-        given = resolved_config.resume_from(self.config)
-        return None if given is None else run_state.begin_from(given, run_dir)
+        source = resolved_config.resume_from(self.config)
+        return None if source is None else run_state.begin_from(source, run_dir)
 
     def watch(self) -> None:
         """Raise what ended an engine, when something has."""
@@ -283,8 +283,8 @@ class PPO(Hooks, ConfiguredAlgorithm):
         state.restore(load, synchronous=self.rules.schedule is None)
         if self.resume:
             write_whole(self.run_dir / "config.yaml", to_yaml(self.config).encode())
-        written, kept = self.run_dir / "metrics.jsonl", state.step if state.resumed else None
-        self.history = jsonl.keep_until(written, kept) if self.resume else []
+        written, last_step = self.run_dir / "metrics.jsonl", state.step if state.resumed else None
+        self.history = jsonl.keep_until(written, last_step) if self.resume else []
         state.begin_session(self.run_id, self.began_ns)
         note_unfinished(self.run_dir)
         for each in weights.values():

@@ -190,8 +190,8 @@ class SFT(ConfiguredAlgorithm):
         trackers.check_names(self.config.trainer.logger)
         folder, _ = located(self.config.actor_rollout_ref.model.path)
         renderer = resolved_config.loaded_renderer(self.config, folder)
-        asked = None if self.teacher is None else self.teacher.asked
-        self.examples = examples.load(self.config, self.sources, renderer, taught=taught, teacher=asked)
+        teacher = None if self.teacher is None else self.teacher.asked
+        self.examples = examples.load(self.config, self.sources, renderer, taught=taught, teacher=teacher)
 
     def _learn(self) -> Path:
         """Train in `run_dir` on `examples`."""
@@ -202,14 +202,14 @@ class SFT(ConfiguredAlgorithm):
         refuse_what_cannot_fit(as_trained(self.config))
         models = Models(as_trained(self.config), self.run_dir, with_critic=False, resumed=resumed, sampled=False)
         rate = models.config.actor_rollout_ref.actor.optim.lr
-        kept = replace(self.config, sft=replace(self.config.sft, lr=rate))
+        config = replace(self.config, sft=replace(self.config.sft, lr=rate))
         total = self.steps()
         opened: list[trackers.Tracker] = []
         try:
             try:
                 models.train(total)
                 self._restore(models, resumed)
-                write_whole(self.run_dir / _CONFIG, to_yaml(kept).encode())
+                write_whole(self.run_dir / _CONFIG, to_yaml(config).encode())
                 self.history = jsonl.keep_until(self.run_dir / "metrics.jsonl", self.step if resumed else None)
                 note_unfinished(self.run_dir)
                 opened += self._trackers(total)
@@ -225,9 +225,9 @@ class SFT(ConfiguredAlgorithm):
 
     def steps(self) -> int:
         """How many steps the config makes of the traces that are trained."""
-        ours, trainer = self.config.sft, self.config.trainer
-        if ours.total_training_steps or ours.total_epochs:
-            return ours.total_training_steps or (ours.total_epochs or 1) * self._steps_per_epoch
+        sft, trainer = self.config.sft, self.config.trainer
+        if sft.total_training_steps or sft.total_epochs:
+            return sft.total_training_steps or (sft.total_epochs or 1) * self._steps_per_epoch
         return trainer.total_training_steps or trainer.total_epochs * self._steps_per_epoch
 
     @property
@@ -240,10 +240,10 @@ class SFT(ConfiguredAlgorithm):
         rows = weighted(batch)
         with timed(timing, "step"), memory_advice(self.config, self.step):
             models.actor.onload()
-            found = models.actor.update(models.actor.plan(rows, len(batch)))
+            actor_metrics = models.actor.update(models.actor.plan(rows, len(batch)))
             models.actor.offload()
         self._trained.update(one.rollout_id for one in batch)
-        metrics = {name: found[of_actor] for of_actor, name in _OF_ACTOR.items() if of_actor in found}
+        metrics = {name: actor_metrics[of_actor] for of_actor, name in _OF_ACTOR.items() if of_actor in actor_metrics}
         metrics["sft/epoch"] = self.step / self._steps_per_epoch
         metrics["sft/tokens"] = float(sum(one.tokens for one in batch))
         metrics["timing_s/step"] = timing["step"]
@@ -256,9 +256,9 @@ class SFT(ConfiguredAlgorithm):
         if not rows:
             return {}
         models.actor.onload()
-        found = np.concatenate(models.actor.log_probs(rows)).astype(np.float64)
+        log_probs = np.concatenate(models.actor.log_probs(rows)).astype(np.float64)
         models.actor.offload()
-        return {"sft/held_out_loss": float(-found.mean())}
+        return {"sft/held_out_loss": float(-log_probs.mean())}
 
     def _trackers(self, total: int) -> list[trackers.Tracker]:
         trainer = self.config.trainer
@@ -336,10 +336,10 @@ class SFT(ConfiguredAlgorithm):
                 "the traces, data.train_batch_size, data.shuffle or data.seed are not those of the run so far: of the "
                 "epoch in which it goes on some rollouts are trained twice, and some not at all"
             )
-        if known := sum(one.rollout_id in self._trained for one in self.examples.held_out):
+        if overlap := sum(one.rollout_id in self._trained for one in self.examples.held_out):
             _log.warning(
                 "%d of the %d rollouts that are held out were trained before: sft/held_out_loss is none of unseen ones",
-                known,
+                overlap,
                 len(self.examples.held_out),
             )
 
@@ -347,26 +347,26 @@ class SFT(ConfiguredAlgorithm):
     def _order_of_now(self) -> str:
         """What the order of the batches hangs on, as a digest."""
         data, names = self.config.data, [one.rollout_id for one in self.examples.trained]
-        what = msgspec.json.encode([data.train_batch_size, data.shuffle, data.seed, names])
-        return hashlib.blake2b(what, digest_size=16).hexdigest()
+        encoded = msgspec.json.encode([data.train_batch_size, data.shuffle, data.seed, names])
+        return hashlib.blake2b(encoded, digest_size=16).hexdigest()
 
 
 def as_trained(config: Config) -> Config:
     """The keys with which PPO's actor does supervised training: one optimizer step a batch, on the mean over tokens."""
-    ours = config.actor_rollout_ref
+    section = config.actor_rollout_ref
     actor = replace(
-        ours.actor,
+        section.actor,
         ppo_mini_batch_size=config.data.train_batch_size,
         ppo_epochs=1,
         loss_agg_mode="token-mean",
         entropy_coeff=0.0,
         use_kl_loss=False,
-        policy_loss=replace(ours.actor.policy_loss, loss_mode="gpg"),
-        optim=replace(ours.actor.optim, lr=ours.actor.optim.lr if config.sft.lr is None else config.sft.lr),
+        policy_loss=replace(section.actor.policy_loss, loss_mode="gpg"),
+        optim=replace(section.actor.optim, lr=section.actor.optim.lr if config.sft.lr is None else config.sft.lr),
     )
     return replace(
         config,
-        actor_rollout_ref=replace(ours, actor=actor, rollout=replace(ours.rollout, n=1, name="embedded")),
+        actor_rollout_ref=replace(section, actor=actor, rollout=replace(section.rollout, n=1, name="embedded")),
         algorithm=replace(config.algorithm, use_kl_in_reward=False),
         distillation=replace(config.distillation, enabled=False),
     )

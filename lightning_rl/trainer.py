@@ -198,8 +198,8 @@ class Trainer:
         val_dataset: Sequence[Any] | None,
     ) -> None:
         """Run it, and where a process that trains dies, go on with it as often as the algorithm allows."""
-        given = dataset_of(train_dataset, "train_dataset"), dataset_of(val_dataset, "val_dataset")
-        tasks, held_out = algorithm.prepare(*given)
+        datasets = dataset_of(train_dataset, "train_dataset"), dataset_of(val_dataset, "val_dataset")
+        tasks, held_out = algorithm.prepare(*datasets)
         if agent is not None and self.n_runners != 0 and not (self.n_runners is None and self._attaches):
             pickled(agent)  # what cannot be sent is said before there is a run folder
         if self.run_dir is None or not self._fixed_run_dir:
@@ -207,15 +207,15 @@ class Trainer:
         run_dir = self.run_dir
         make_run_dir(run_dir)
         with owned(run_dir):
-            for left in reversed(range(algorithm.max_restarts + 1)):
+            for restarts_left in reversed(range(algorithm.max_restarts + 1)):
                 try:
                     self._run_once(agent, algorithm, tasks, held_out, run_dir)
                     break
                 except WorkerDied as error:
-                    if not left:
+                    if not restarts_left:
                         raise
                     algorithm.resume = True
-                    _log.warning("%s; this is done now, and at most %d more times", error, left - 1)
+                    _log.warning("%s; this is done now, and at most %d more times", error, restarts_left - 1)
 
     def _run_once(
         self, agent: Agent | None, algorithm: Algorithm, tasks: Sequence[Any], held_out: Sequence[Any], run_dir: Path
@@ -355,17 +355,17 @@ class Trainer:
         processes = (self.isolation or algorithm.isolation) == "process" or agent.starts_processes
         return runners.at_once(algorithm.asks_for, start_processes=processes)
 
-    def _agent_and_algorithm(self, given: Any) -> tuple[Agent | None, Algorithm]:
-        """The two, of which `given` is the one that the Trainer has not. No agent, where none runs here."""
+    def _agent_and_algorithm(self, argument: Any) -> tuple[Agent | None, Algorithm]:
+        """The two, of which `argument` is the one that the Trainer has not. No agent, where none runs here."""
         if self.algorithm is None:
-            if not isinstance(given, Algorithm):
+            if not isinstance(argument, Algorithm):
                 raise TypeError(
-                    f"fit takes an algorithm first, as in fit(lrl.PPO(config), tasks), got {given!r:.80}; {_ORDERS}"
+                    f"fit takes an algorithm first, as in fit(lrl.PPO(config), tasks), got {argument!r:.80}; {_ORDERS}"
                 )
-            return self._agent_of(self.agent, given), given
-        if isinstance(given, Algorithm):
+            return self._agent_of(self.agent, argument), argument
+        if isinstance(argument, Algorithm):
             raise TypeError(f"the Trainer has an algorithm, and fit is given another: {_ORDERS}")
-        agent, algorithm = None if given is None else as_agent(given), self.algorithm
+        agent, algorithm = None if argument is None else as_agent(argument), self.algorithm
         return self._agent_of(agent, algorithm), algorithm
 
     def _agent_of(self, agent: Agent | None, algorithm: Algorithm) -> Agent | None:
@@ -445,8 +445,8 @@ def _check_elsewhere(urls: Sequence[str], store: LightningStore | None, *, alone
             raise ValueError(f"server={url!r} is no URL; give http://... or https://...")
     if len({url.rstrip("/") for url in urls}) < len(urls):
         raise ValueError(f"server names one of {', '.join(urls)} twice; each has a store of its own")
-    if given := [name for name, value in alone.items() if value]:
-        raise ValueError(f"{', '.join(given)}: the server is elsewhere, and has its own; leave them out")
+    if names := [name for name, value in alone.items() if value]:
+        raise ValueError(f"{', '.join(names)}: the server is elsewhere, and has its own; leave them out")
 
 
 def _run_id(run_dir: Path, algorithm: Algorithm, *, attaches: bool) -> str:
@@ -482,11 +482,11 @@ def _write_urls(run_dir: Path, urls: Sequence[str]) -> None:
     file = run_dir / "server.url"
     before = file.read_text().split() if file.exists() else []
     if len(before) > len(urls):
-        gone = ", ".join(url for url in before if url not in urls)
+        missing_urls = ", ".join(url for url in before if url not in urls)
         _log.warning(
             "the run goes on without the servers at %s: what they have of it is in no export, doctor or explain, until "
             "their URLs are in %s again",
-            gone,
+            missing_urls,
             file,
         )
     _write_private(file, "\n".join(urls))

@@ -113,19 +113,19 @@ class ModelVision:
         Raises ValueError for bytes that are no image, and where its features are not as many as its tokens.
         """
         with self._lock:
-            found = self._kept.get(image.sha256)
-            if found is not None:
+            image_patches = self._kept.get(image.sha256)
+            if image_patches is not None:
                 self._kept.move_to_end(image.sha256)
-        if found is None:
-            found = self._read(image)
-            self._keep(image.sha256, found)
-        features = self.features(found.grid)
+        if image_patches is None:
+            image_patches = self._read(image)
+            self._keep(image.sha256, image_patches)
+        features = self.features(image_patches.grid)
         if features != image.length:
             raise ValueError(
                 f"image {image.sha256} has {features} features, and {image.length} tokens from {image.start} on stand "
                 "for it: gateway and model do not read it alike; give both the same preprocessor_config.json"
             )
-        return found
+        return image_patches
 
     def features(self, grid: tuple[int, int, int]) -> int:
         """How many features the model has of an image with that grid."""
@@ -147,18 +147,18 @@ class ModelVision:
         Text goes on by one in all three; an image's features have the place of the token before + 1 in time, their rows
         and columns counted from there; behind it text goes on from the largest (Qwen2-VL's M-RoPE).
         """
-        found = np.empty((3, length), np.int64)
+        places = np.empty((3, length), np.int64)
         at, place = 0, 0
         for image in images:
             _, rows, columns = (side // self._merge(axis) for axis, side in enumerate(read[image.sha256].grid))
             text = np.arange(image.start - at)
-            found[:, at : image.start] = place + text
+            places[:, at : image.start] = place + text
             place += len(text)
             grid = np.stack([np.zeros((rows, columns), np.int64), *np.indices((rows, columns))]).reshape(3, -1)
-            found[:, image.start : image.end] = place + grid
+            places[:, image.start : image.end] = place + grid
             at, place = image.end, place + max(rows, columns)
-        found[:, at:] = place + np.arange(length - at)
-        return found, place - at
+        places[:, at:] = place + np.arange(length - at)
+        return places, place - at
 
     def rows(self, width: int, images: Sequence[Sequence[PlacedImage]]) -> "Rows":
         """Whole rows that show these images each, padded to the right to `width`."""
@@ -171,11 +171,11 @@ class ModelVision:
         ]
         return Rows(torch.from_numpy(positions), shown)
 
-    def run(self, model: nn.Module, token_ids: Tensor, images: Sequence[Sequence[PlacedImage]], **given: Any) -> Any:
+    def run(self, model: nn.Module, token_ids: Tensor, images: Sequence[Sequence[PlacedImage]], **kwargs: Any) -> Any:
         """The output of `model` for whole rows [B, T], padded to the right, that show these images each."""
         rows = self.rows(token_ids.shape[1], images)
         with showing(model, rows.shown):
-            return model(input_ids=token_ids, position_ids=rows.positions.to(token_ids.device), **given)
+            return model(input_ids=token_ids, position_ids=rows.positions.to(token_ids.device), **kwargs)
 
     @property
     def blank(self) -> Patches:
@@ -199,16 +199,16 @@ class ModelVision:
         side *= math.ceil(32 / side)
         order, some = np.random.default_rng(0), np.tile(np.arange(256, dtype=np.uint8), side * side // 256)
         image = Pillow.fromarray(np.resize(np.stack([order.permutation(some) for _ in "RGB"], -1), (side, side, 3)))
-        raw, given = (
+        raw, normalized = (
             self._processor(images=[image], return_tensors="pt", do_resize=False, **how)["pixel_values"]
             for how in ({"do_rescale": False, "do_normalize": False}, {})
         )
         values = self._values(raw)
         scaled = torch.full((values.shape[1], 256), math.nan)
-        for channel, own in enumerate(given.view(len(given), -1, self._frames, self._side**2).unbind(1)):
+        for channel, own in enumerate(normalized.view(len(normalized), -1, self._frames, self._side**2).unbind(1)):
             scaled[channel, values[:, channel].long()] = own[:, 0]
         colours = Colours(scaled, self._frames)
-        if not torch.equal(Patches(values, (1, 0, 0), colours).pixels(), given):
+        if not torch.equal(Patches(values, (1, 0, 0), colours).pixels(), normalized):
             raise ValueError(
                 f"{type(self._processor).__name__} does more to an image than to cut and scale it: it is not known here"
             )
@@ -231,9 +231,9 @@ class ModelVision:
             raise ValueError(f"image {image.sha256} cannot be read: it is damaged behind its header") from error
         except (OSError, SyntaxError, ValueError, Pillow.DecompressionBombError) as error:
             raise ValueError(f"image {image.sha256} cannot be read: {error}") from error
-        given = self._processor(images=[pixels], return_tensors="pt", do_rescale=False, do_normalize=False)
-        rows: list[int] = given["image_grid_thw"][0].tolist()
-        return Patches(self._values(given["pixel_values"]), (rows[0], rows[1], rows[2]), self._colours)
+        processed = self._processor(images=[pixels], return_tensors="pt", do_rescale=False, do_normalize=False)
+        rows: list[int] = processed["image_grid_thw"][0].tolist()
+        return Patches(self._values(processed["pixel_values"]), (rows[0], rows[1], rows[2]), self._colours)
 
 
 class Rows(NamedTuple):
@@ -281,19 +281,19 @@ def showing(model: nn.Module, shown: Sequence[PlacedFeatures], unseen: Patches |
     core = _core(model)
     of_layers: dict[str, Any] = {}
 
-    def embed(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def embed(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         assert not args
-        token_ids = given["input_ids"]
+        token_ids = kwargs["input_ids"]
         embeddings, deep, places = _embedded(core, token_ids, shown, unseen)
         of_layers.clear()
         if deep:
             where = torch.zeros(token_ids.shape, dtype=torch.bool, device=token_ids.device)
             where[places] = True
             of_layers.update(visual_pos_masks=where, deepstack_visual_embeds=deep)
-        return (), given | {"input_ids": None, "inputs_embeds": embeddings}
+        return (), kwargs | {"input_ids": None, "inputs_embeds": embeddings}
 
-    def add(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return args, given | of_layers
+    def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs | of_layers
 
     hooks = [
         core.register_forward_pre_hook(embed, with_kwargs=True),
@@ -319,14 +319,14 @@ def _embedded(
     embeddings: Tensor = core.get_input_embeddings()(token_ids)
     device = embeddings.device
     read = [*(one.patches for one in shown), *([] if unseen is None else [unseen])]
-    seen = core.get_image_features(
+    output = core.get_image_features(
         torch.cat([one.pixels(device) for one in read]),
         torch.tensor([one.grid for one in read], device=device),
         return_dict=True,
     )
-    deep = getattr(seen, "deepstack_features", None) or []
+    deep = getattr(output, "deepstack_features", None) or []
     if unseen is not None:  # times 0, so that the tower has a gradient on every worker
-        for features in (seen.pooler_output, *deep):
+        for features in (output.pooler_output, *deep):
             embeddings = embeddings + 0 * features[-1].sum().to(embeddings.dtype)
     rows = np.repeat([one.row for one in shown], [one.length for one in shown]).astype(np.int64)
     columns = np.concatenate([np.empty(0, np.int64), *(one.column + np.arange(one.length) for one in shown)])
@@ -338,4 +338,4 @@ def _embedded(
         together = torch.cat(parts) if parts else embeddings.new_empty(0, embeddings.shape[-1])
         return together[torch.from_numpy(order).to(device)].to(embeddings.dtype)
 
-    return embeddings.index_put(places, chosen(seen.pooler_output)), [chosen(one) for one in deep], places
+    return embeddings.index_put(places, chosen(output.pooler_output)), [chosen(one) for one in deep], places

@@ -79,10 +79,10 @@ class CommandAgent(Agent):
         try:
             await box.open()
             space = await prepared(box, settings, Values(task, llm))
-            found = await self._played(space, llm, own_reward=reward is None)
+            program_reward = await self._played(space, llm, own_reward=reward is None)
             if self.judged_elsewhere:
                 return None
-            return found if reward is None else await judged(space, task, reward, of_harbor)
+            return program_reward if reward is None else await judged(space, task, reward, of_harbor)
         finally:
             await asyncio.shield(box.close())
 
@@ -136,8 +136,8 @@ def _moved(url: str, to: str) -> str:
     return urlunsplit((there.scheme, there.netloc, there.path.rstrip("/") + parts.path, "", ""))
 
 
-def _section(given: Mapping[str, Any]) -> SandboxSection:
+def _section(settings: Mapping[str, Any]) -> SandboxSection:
     try:
-        return msgspec.convert(dict(given), SandboxSection)
+        return msgspec.convert(dict(settings), SandboxSection)
     except msgspec.ValidationError as error:
-        raise SandboxUnusable(f"CommandAgent(sandbox={dict(given)}): {error}") from error
+        raise SandboxUnusable(f"CommandAgent(sandbox={dict(settings)}): {error}") from error

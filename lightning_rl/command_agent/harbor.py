@@ -49,14 +49,14 @@ def of_task(task: Any) -> HarborTask | None:
 
 def _read(folder: Path) -> HarborTask:
     try:
-        told = tomllib.loads((folder / "task.toml").read_text())
+        fields = tomllib.loads((folder / "task.toml").read_text())
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise CommandError(f"{folder / 'task.toml'} cannot be read: {error}") from error
-    if "steps" in told:
+    if "steps" in fields:
         raise CommandError(f"{folder}: a Harbor task of several steps is not run here")
     return HarborTask(
         folder,
-        image=told.get("environment", {}).get("docker_image"),
-        agent_seconds=told.get("agent", {}).get("timeout_sec"),
-        verifier_seconds=told.get("verifier", {}).get("timeout_sec"),
+        image=fields.get("environment", {}).get("docker_image"),
+        agent_seconds=fields.get("agent", {}).get("timeout_sec"),
+        verifier_seconds=fields.get("verifier", {}).get("timeout_sec"),
     )

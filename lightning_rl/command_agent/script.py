@@ -41,17 +41,17 @@ def filled_words(words: Sequence[str], values: Values) -> tuple[list[str], dict[
     """The words of a command with their places filled, and the variables that they need where a shell is the program
     and one of them its script."""
     script, variables = _script_of(words), dict[str, str]()
-    found = [filled(word, values) if place != script else "" for place, word in enumerate(words)]
+    new_words = [filled(word, values) if place != script else "" for place, word in enumerate(words)]
     if script is not None:
-        found[script], variables = filled_script(words[script], values)
-    return found, variables
+        new_words[script], variables = filled_script(words[script], values)
+    return new_words, variables
 
 
 def check_scripts(words: Sequence[str]) -> None:
     """Raises CommandError where a task's text would become part of a script that another program's shell reads."""
     for place, word in enumerate(words[1:], start=1):
         script = _script_of(words[place:]) if PurePath(word).name in _SHELLS else None
-        if script is not None and any(found[1] for found in PLACE.finditer(words[place + script])):
+        if script is not None and any(match[1] for match in PLACE.finditer(words[place + script])):
             raise CommandError(
                 f"command: {words[place + script]!r} is a script of {word}, which would read what a task says as code: "
                 f"give that as an argument, {word} -c '... \"$1\" ...' sh {{prompt}}"
@@ -69,8 +69,8 @@ def _script_of(words: Sequence[str]) -> int | None:
 
 def _quotes(script: str) -> list[str]:
     """The quotes that each character stands in: `"`, `'`, or others where it stands in none."""
-    inside, found = [""], list[str]()
-    while (at := len(found)) < len(script):
+    inside, quotes = [""], list[str]()
+    while (at := len(quotes)) < len(script):
         char, state, step = script[at], inside[-1], 1
         if state == "'":
             if char == "'":
@@ -86,8 +86,8 @@ def _quotes(script: str) -> list[str]:
             inside.append(")")
         elif char == "#" and state != '"' and (at == 0 or script[at - 1] in _BEFORE_A_COMMENT):
             step = len(script[at:].partition("\n")[0])
-        found += [state] * step
-    return found
+        quotes += [state] * step
+    return quotes
 
 
 def _enter_or_leave(inside: list[str], char: str) -> None:

@@ -30,14 +30,14 @@ class Values:
 
     def __getitem__(self, name: str) -> str:
         """Raises CommandError for a name that there is not, and for a text that no program can be given."""
-        found = self._text(name)
-        if "\0" in found:
+        text = self._text(name)
+        if "\0" in text:
             raise CommandError(f"{{{name}}} of the task has the character NUL, which no program can be given")
         try:
-            found.encode()
+            text.encode()
         except UnicodeEncodeError as error:
             raise CommandError(f"{{{name}}} of the task is no text that UTF-8 has: {error}") from error
-        return found
+        return text
 
     def _text(self, name: str) -> str:
         first, _, rest = name.partition(".")
@@ -45,14 +45,14 @@ class Values:
             return str(getattr(self._llm, rest))
         if name == _PROMPT:
             return self._prompt()
-        found = self._task
+        value = self._task
         for part in name.split("."):
-            if not isinstance(found, Mapping) or part not in found:
+            if not isinstance(value, Mapping) or part not in value:
                 raise CommandError(
                     f"{{{name}}} is no field of the task, {self._told()}; a brace that is meant is doubled"
                 )
-            found = found[part]
-        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+            value = value[part]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
     def files(self) -> dict[str, str]:
         """The task's `files`, by name, where it has any; a name without a text, as tables have them, is none.
@@ -60,10 +60,10 @@ class Values:
         Raises CommandError for anything else.
         """
         files = (self._task.get(_FILES) if isinstance(self._task, Mapping) else None) or {}
-        found = {name: text for name, text in files.items() if text is not None} if isinstance(files, Mapping) else None
-        if found is None or not all(isinstance(text, str) for text in found.values()):
+        texts = {name: text for name, text in files.items() if text is not None} if isinstance(files, Mapping) else None
+        if texts is None or not all(isinstance(text, str) for text in texts.values()):
             raise CommandError(f"the task's `files` are texts by name, {{'main.py': '...'}}, and not {files!r:.80}")
-        return found
+        return texts
 
     def _prompt(self) -> str:
         try:

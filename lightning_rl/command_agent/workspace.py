@@ -57,12 +57,14 @@ async def restored(space: Workspace) -> None:
 async def folder_of(box: Sandbox, asked: str | None, *others: str) -> str:
     """The whole path of a folder, by default the one where the sandbox begins. It is made where it is not there, as
     the others are."""
-    told: list[str] = []
+    printed: list[str] = []
     words = ["sh", "-c", 'mkdir -p "$0" "$@" && cd "$0" && pwd', asked or ".", *others]
-    status = await box.run(words, environment={}, folder=None, timeout_seconds=None, output=told.append)
+    status = await box.run(words, environment={}, folder=None, timeout_seconds=None, output=printed.append)
     if status != 0:
-        raise SandboxError(f"the folder {asked or '.'} of the sandbox cannot be had (status {status}): {''.join(told)}")
-    return "".join(told).strip()
+        raise SandboxError(
+            f"the folder {asked or '.'} of the sandbox cannot be had (status {status}): {''.join(printed)}"
+        )
+    return "".join(printed).strip()
 
 
 def existing(source: str, key: str) -> Path:

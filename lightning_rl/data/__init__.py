@@ -52,12 +52,12 @@ def load_tasks(files: str | Path | Sequence[str | Path]) -> list[Any]:
 
 def _load(path: Path) -> list[Any]:
     try:
-        found = list(_reader(path)(path))
+        tasks = list(_reader(path)(path))
     except OSError as error:
         raise DataError(f"{path.resolve()} cannot be read: {error.strerror or error}") from error
-    if not found:
+    if not tasks:
         raise DataError(f"{path.resolve()} holds no task")
-    return found
+    return tasks
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[Any]]:
@@ -108,16 +108,16 @@ def _json(text: str, path: Path, first_line: int) -> Any:
 
 def _explained(text: str, reason: str) -> tuple[int, str]:
     """How many lines into `text` it ends to be JSON, and why. msgspec counts bytes; people count lines."""
-    found = re.search(r" \(byte (\d+)\)$", reason)
-    if found is None:
+    match = re.search(r" \(byte (\d+)\)$", reason)
+    if match is None:
         return text.rstrip().count("\n"), _why_truncated(text) if "truncated" in reason else reason
-    raw, place = text.encode(), int(found[1])
+    raw, place = text.encode(), int(match[1])
     line, rest = raw[:place].count(b"\n"), raw[place:].decode(errors="replace").strip()
     if no_number := re.match(r"NaN|Infinity", rest):
         return line, f"{no_number[0]} is no JSON value"
     if "trailing" in reason:
         return line, "it is more than one value (in .jsonl each has a line of its own)"
-    return line, f"{reason[: found.start()]}, at {rest[:_EXCERPT]!r}"
+    return line, f"{reason[: match.start()]}, at {rest[:_EXCERPT]!r}"
 
 
 def _why_truncated(text: str) -> str:
@@ -207,18 +207,18 @@ def _dataset_folder(path: Path) -> Iterator[Any]:
     datasets = _library("datasets")
     try:
         with _no_progress_bars(datasets):
-            found = datasets.load_from_disk(str(path))
+            dataset = datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise DataError(f"{path.resolve()} is no dataset that `save_to_disk` has written: {error}") from error
-    if isinstance(found, datasets.DatasetDict):
-        splits = ", ".join(str(path / split) for split in found)
+    if isinstance(dataset, datasets.DatasetDict):
+        splits = ", ".join(str(path / split) for split in dataset)
         raise DataError(f"{path.resolve()} holds several splits; name one of them: {splits}")
-    yield from _rows(found.with_format("arrow").iter(batch_size=1000), path)
+    yield from _rows(dataset.with_format("arrow").iter(batch_size=1000), path)
 
 
 def _harbor_folder(path: Path) -> Iterator[Any]:
-    for told in sorted(path.glob("*/task.toml")):
-        folder = told.parent.resolve()
+    for file in sorted(path.glob("*/task.toml")):
+        folder = file.parent.resolve()
         try:
             instruction = (folder / "instruction.md").read_text()
         except (OSError, UnicodeDecodeError) as error:

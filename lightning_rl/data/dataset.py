@@ -73,14 +73,14 @@ def _check_keys(value: Any) -> None:
             _check_keys(inner)
 
 
-def _rows(given: Any) -> Any:
-    if hasattr(given, "to_pylist"):  # Arrow
-        return given.to_pylist()
-    if hasattr(given, "to_dicts"):  # Polars
-        return given.to_dicts()
-    if hasattr(given, "to_dict") and hasattr(given, "columns"):  # pandas
-        return given.to_dict("records")
-    return given.tolist() if hasattr(given, "tolist") else given
+def _rows(data: Any) -> Any:
+    if hasattr(data, "to_pylist"):  # Arrow
+        return data.to_pylist()
+    if hasattr(data, "to_dicts"):  # Polars
+        return data.to_dicts()
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
+        return data.to_dict("records")
+    return data.tolist() if hasattr(data, "tolist") else data
 
 
 class _ByIndex(Sequence[Any]):

@@ -95,10 +95,10 @@ class ChatModel(BaseChatOpenAI):
         """The model with tools. `tool_choice`: auto, none, any (or required, or True), or the name of one of them."""
         if isinstance(tool_choice, str) and tool_choice not in _CHOICES:
             sent = [convert_to_openai_tool(tool) for tool in tools]
-            known = [tool["function"]["name"] for tool in sent if "function" in tool]
-            if tool_choice not in known:
+            names = [tool["function"]["name"] for tool in sent if "function" in tool]
+            if tool_choice not in names:
                 raise ValueError(
-                    f"tool_choice names {tool_choice!r}, but the tools are {known}; it may be auto, none and any too"
+                    f"tool_choice names {tool_choice!r}, but the tools are {names}; it may be auto, none and any too"
                 )
         return super().bind_tools(tools, tool_choice=tool_choice, **kwargs)
 
@@ -177,14 +177,14 @@ class ChatModel(BaseChatOpenAI):
     def _get_request_payload(
         self, input_: LanguageModelInput, *, stop: list[str] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        given = {**self._default_params, **kwargs} | ({} if stop is None else {"stop": stop})
-        if given["stream"] and (given.get("n") or 1) > 1:
-            raise ValueError(f"n={given['n']}: a stream has one answer; call `generate`, or ask several times")
-        body = {**(self.extra_body or {}), **(given.pop("extra_body", None) or {})}
-        body |= {name: given.pop(name) for name in list(given) if name not in _FIELDS}
-        if not given["stream"] and "response_format" not in given:  # with which the base class takes it out itself
-            given["stream"] = None
-        payload = {name: value for name, value in given.items() if value is not None}
+        fields = {**self._default_params, **kwargs} | ({} if stop is None else {"stop": stop})
+        if fields["stream"] and (fields.get("n") or 1) > 1:
+            raise ValueError(f"n={fields['n']}: a stream has one answer; call `generate`, or ask several times")
+        body = {**(self.extra_body or {}), **(fields.pop("extra_body", None) or {})}
+        body |= {name: fields.pop(name) for name in list(fields) if name not in _FIELDS}
+        if not fields["stream"] and "response_format" not in fields:  # with which the base class takes it out itself
+            fields["stream"] = None
+        payload = {name: value for name, value in fields.items() if value is not None}
         messages = to_wire(self._convert_input(input_).to_messages())
         return payload | {"messages": messages} | ({"extra_body": body} if body else {})
 

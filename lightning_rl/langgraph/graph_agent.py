@@ -138,8 +138,8 @@ def input_of(task: Any) -> Any:
 
 
 def _told_reward(task: Any, state: Any) -> float | None:
-    told = state.get("reward") if isinstance(state, Mapping) else None
-    return None if told is None else finite(told, "the state's reward")
+    reward = state.get("reward") if isinstance(state, Mapping) else None
+    return None if reward is None else finite(reward, "the state's reward")
 
 
 def _checked(graph: Any) -> Any:
@@ -165,21 +165,21 @@ def _only_graph(file: str) -> str:
     if "graph" in there:
         return "graph"
     if len(names) != 1:
-        told = f"several graphs, {', '.join(names)}" if names else "no graph"
-        raise GraphError(f"{file} has no `graph`, and {told}: name the one that is meant, {file}:NAME")
+        contents = f"several graphs, {', '.join(names)}" if names else "no graph"
+        raise GraphError(f"{file} has no `graph`, and {contents}: name the one that is meant, {file}:NAME")
     return names[0]
 
 
 def _built(graph: Any, model: Any, *, checkpointed: bool) -> Any:
     """The graph, ready to run."""
-    found = load(graph, "graph") if isinstance(graph, str) else graph
-    if _kind(found) == "function":
-        found = found(model) if inspect.signature(found).parameters else found()
-    if _kind(found) == "draft":
-        found = found.compile(checkpointer=InMemorySaver() if checkpointed else None)
-    if _kind(found) == "function":
+    built = load(graph, "graph") if isinstance(graph, str) else graph
+    if _kind(built) == "function":
+        built = built(model) if inspect.signature(built).parameters else built()
+    if _kind(built) == "draft":
+        built = built.compile(checkpointer=InMemorySaver() if checkpointed else None)
+    if _kind(built) == "function":
         raise GraphError(f"{graph!r} builds a function, not a graph")
-    return found
+    return built
 
 
 def _kind(graph: Any) -> str:

@@ -31,14 +31,14 @@ def react_agent(
         recursion_limit: nodes run at most; with more, LangGraph raises GraphRecursionError.
     """
     node = ToolNode(tools)
-    asked = (model or ChatModel()).bind_tools(list(node.tools_by_name.values()))
+    bound_model = (model or ChatModel()).bind_tools(list(node.tools_by_name.values()))
     system: list[BaseMessage] = [SystemMessage(prompt)] if prompt else []
 
     def agent(state: MessagesState) -> dict[str, Any]:
-        return {"messages": [asked.invoke([*system, *state["messages"]])]}
+        return {"messages": [bound_model.invoke([*system, *state["messages"]])]}
 
     async def agent_async(state: MessagesState) -> dict[str, Any]:
-        return {"messages": [await asked.ainvoke([*system, *state["messages"]])]}
+        return {"messages": [await bound_model.ainvoke([*system, *state["messages"]])]}
 
     graph = StateGraph(MessagesState)
     graph.add_node("agent", RunnableLambda(agent, agent_async))

@@ -93,9 +93,9 @@ class Child:
 
     def _write(self, data: bytes) -> None:
         assert self.process.stdin is not None
-        left = memoryview(data)
-        while left:  # not through a buffer, whose rest an interrupted write would leave to `close`
-            left = left[os.write(self.process.stdin.fileno(), left) :]
+        remaining = memoryview(data)
+        while remaining:  # not through a buffer, whose rest an interrupted write would leave to `close`
+            remaining = remaining[os.write(self.process.stdin.fileno(), remaining) :]
 
     def next_line(self) -> bytes:
         """The next line that the child prints. Raises ChildDied when it ends without one."""
@@ -134,13 +134,13 @@ class Child:
     def hear(self, line: bytes) -> None:
         """Take in what the child told: an alarm is warned of, the rest is put into `told`."""
         try:
-            told = msgspec.json.decode(line, type=dict[str, Any])
+            message = msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.DecodeError:  # a library that prints
             _log.warning("%s: %s", self.name, line.decode(errors="replace").rstrip())
             return
-        if "alarm" in told:
-            _log.warning("%s: %s", self.name, told["alarm"])
-        self.told.update(told)
+        if "alarm" in message:
+            _log.warning("%s: %s", self.name, message["alarm"])
+        self.told.update(message)
 
     def check(self) -> None:
         """Raises ChildDied, with the end of its log, when the child has ended."""

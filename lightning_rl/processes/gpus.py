@@ -16,8 +16,8 @@ _ASK_SECONDS = 30.0
 
 def visible() -> list[str]:
     """The names of the GPUs that this process sees: those of CUDA_VISIBLE_DEVICES, else the indices of all."""
-    if (told := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name.strip() for name in told.split(",") if name.strip() not in ("", "-1")]
+    if (names := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return [name.strip() for name in names.split(",") if name.strip() not in ("", "-1")]
     count = torch.cuda.device_count() if torch.version.cuda else len(nvidia_smi("index"))
     return [str(index) for index in range(count)]
 
@@ -29,12 +29,12 @@ def nvidia_smi(*fields: str) -> list[list[str]]:
         return []
     query = [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=_ASK_SECONDS)
+        result = subprocess.run(query, capture_output=True, text=True, timeout=_ASK_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    if told.returncode:
+    if result.returncode:
         return []
-    return [[value.strip() for value in line.split(",")] for line in told.stdout.splitlines() if line.strip()]
+    return [[value.strip() for value in line.split(",")] for line in result.stdout.splitlines() if line.strip()]
 
 
 def free_unused_memory() -> None:

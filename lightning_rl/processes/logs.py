@@ -24,8 +24,8 @@ class Formatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         facts = getattr(record, "facts", {})
-        told = (f" {name}={_quoted(value)}" for name, value in facts.items() if value is not None)
-        return super().formatMessage(record) + "".join(told)
+        parts = (f" {name}={_quoted(value)}" for name, value in facts.items() if value is not None)
+        return super().formatMessage(record) + "".join(parts)
 
 
 def begin(handler: logging.Handler) -> None:

@@ -26,5 +26,5 @@ def _pause() -> Callable[[int], int] | None:
     if sys.platform != "linux":
         return None
     loaded = ctypes.CDLL(None)
-    found: Callable[[int], int] | None = getattr(loaded, "omp_pause_resource_all", None)
-    return found if hasattr(loaded, "GOMP_parallel") else None
+    pause: Callable[[int], int] | None = getattr(loaded, "omp_pause_resource_all", None)
+    return pause if hasattr(loaded, "GOMP_parallel") else None

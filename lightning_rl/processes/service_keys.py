@@ -20,8 +20,8 @@ def taken_from_environment(name: str) -> str:
         variables = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
         prefix, index = f"{name}=".encode(), 0
         while address := variables[index]:
-            if (told := ctypes.string_at(address)).startswith(prefix):
-                ctypes.memset(address + len(prefix), 0, len(told) - len(prefix))
+            if (entry := ctypes.string_at(address)).startswith(prefix):
+                ctypes.memset(address + len(prefix), 0, len(entry) - len(prefix))
             index += 1
     os.environ.pop(name, None)
     return value

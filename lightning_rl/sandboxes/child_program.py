@@ -104,7 +104,7 @@ async def _run(
 ) -> Done:
     # The pipe is ours: with one of asyncio's, `wait` waits for all that hold it, a server that was left running too.
     reads, writes = os.pipe()
-    kept = bytearray()
+    printed = bytearray()
     with os.fdopen(reads, "rb", buffering=0) as pipe:
         try:
             process = await asyncio.create_subprocess_exec(
@@ -124,14 +124,14 @@ async def _run(
             if error.errno != errno.E2BIG:
                 raise
             longest = max(map(len, [*command, *environment.values()]))
-            told = (
+            message = (
                 f"its arguments and variables are longer than the system allows (the longest has {longest:,} "
                 "characters): let the program read a long text from a file, which the task's `files` bring"
             )
-            raise OSError(errno.E2BIG, told) from error
+            raise OSError(errno.E2BIG, message) from error
         finally:
             os.close(writes)
-        reading = asyncio.create_task(_passed_on(pipe, kept, output))
+        reading = asyncio.create_task(_passed_on(pipe, printed, output))
         status: int | None = None
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -145,18 +145,18 @@ async def _run(
                 await asyncio.to_thread(_kill_started_by, process.pid, mark)  # it reads of every process there is
             await asyncio.wait([reading], timeout=_DRAIN_SECONDS)
             reading.cancel()
-    return Done(status, bytes(kept))
+    return Done(status, bytes(printed))
 
 
 def _kill_started_by(program: int, mark: str) -> None:
     """Kill what a program has started in other process groups: what is in the session that it led (`timeout` and a
     shell's jobs have groups of their own), and what has inherited its mark (`setsid`, servers)."""
     killed: set[int] = set()
-    while found := set(_started_by(program, mark)) - killed:  # again: one may have started another meanwhile
-        for process in found:
+    while processes := set(_started_by(program, mark)) - killed:  # again: one may have started another meanwhile
+        for process in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        killed |= found
+        killed |= processes
 
 
 def _started_by(session: int, mark: str) -> Iterator[int]:
@@ -169,7 +169,7 @@ def _started_by(session: int, mark: str) -> Iterator[int]:
                 yield int(folder.name)
 
 
-async def _passed_on(pipe: IO[bytes], kept: bytearray, output: Output | None) -> None:
+async def _passed_on(pipe: IO[bytes], printed: bytearray, output: Output | None) -> None:
     reader, decoder = asyncio.StreamReader(), codecs.getincrementaldecoder("utf-8")("replace")
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
@@ -177,7 +177,7 @@ async def _passed_on(pipe: IO[bytes], kept: bytearray, output: Output | None) ->
     try:
         while data := await reader.read(_READ):
             if output is None:
-                kept += data
+                printed += data
             elif text := decoder.decode(data):
                 output(text)
     finally:

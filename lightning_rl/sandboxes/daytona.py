@@ -67,8 +67,8 @@ class DaytonaSandbox(ServiceSandbox):
             from daytona import DaytonaFileNotFoundError, DaytonaNotFoundError
 
             with contextlib.suppress(DaytonaFileNotFoundError, DaytonaNotFoundError):
-                found = await self._box.fs.download_file(path)
-                return None if found is None else bytes(found)
+                content = await self._box.fs.download_file(path)
+                return None if content is None else bytes(content)
         return None
 
     async def close(self) -> None:

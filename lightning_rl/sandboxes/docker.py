@@ -130,19 +130,19 @@ async def _docker(*words: str, given: bytes | None = None, expected: Sequence[in
     return done
 
 
-def _check(done: Done, what: str, printed: str, expected: Sequence[int] = (0,)) -> None:
+def _check(done: Done, command: str, printed: str, expected: Sequence[int] = (0,)) -> None:
     """Raises SandboxError where Docker's program did not end as it should, or is not there."""
     if shutil.which(_program()) is None:
         raise SandboxError(f"there is no program {_program()!r}: install Docker, or name another in {_PROGRAM}")
     if done.status not in expected:
-        raise SandboxError(f"{_program()} {what} ended with status {done.status}: {printed.strip()}")
+        raise SandboxError(f"{_program()} {command} ended with status {done.status}: {printed.strip()}")
 
 
 async def _built(folder: str) -> str:
     """The image that a folder makes, built once on this event loop; later builds come from Docker's own cache."""
     path, building = str(Path(folder).resolve()), _building.setdefault(asyncio.get_running_loop(), {})
-    known = building.get(path)
-    if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
+    build = building.get(path)
+    if build is None or (build.done() and (build.cancelled() or build.exception() is not None)):
         building[path] = asyncio.create_task(_build(path))
     return await asyncio.shield(building[path])
 
