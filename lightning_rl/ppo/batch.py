@@ -129,8 +129,8 @@ class RolloutPart:
     def of_calls(self, numbers: Sequence[NDArray[Any]]) -> dict[str, tuple[NDArray[np.int64], Floats]]:
         """Numbers [K] of each sequence's trained tokens by call id, with their places in the call's answer."""
         return {
-            call_id: (places, given[where].astype(np.float64))
-            for sequence, given in zip(self.sequences, numbers, strict=True)
+            call_id: (places, of_sequence[where].astype(np.float64))
+            for sequence, of_sequence in zip(self.sequences, numbers, strict=True)
             for call_id, where, places in sequence.trained_by_call()
         }
 
@@ -168,24 +168,26 @@ class StepBatch:
     def metrics(self) -> dict[str, float]:
         """Rewards before and after the distance from the reference, advantages and values, how many groups say nothing,
         and what length cost."""
-        found = {
+        summary = {
             "rollouts/groups_of_one": float(self.groups_of_one),
             "rollouts/groups_without_variance": float(self.groups_without_variance),
             "rollouts/groups_of_few_successes": float(self.groups_of_few_successes),
         }
         if self.overlong_penalty is not None:
-            found["rollouts/overlong_penalty"] = self.overlong_penalty
+            summary["rollouts/overlong_penalty"] = self.overlong_penalty
         if self.kl is not None:
-            found |= {"actor/reward_kl_penalty": self.kl, "actor/reward_kl_penalty_coeff": self.kl_coef}
-        found |= _summary("critic/rewards", np.asarray([part.reward for part in self.rewarded]))
+            summary |= {"actor/reward_kl_penalty": self.kl, "actor/reward_kl_penalty_coeff": self.kl_coef}
+        summary |= _summary("critic/rewards", np.asarray([part.reward for part in self.rewarded]))
         sequences = self.sequences
-        found |= _summary("critic/advantages", _joined([s.advantages for s in sequences] or [np.zeros(1, np.float32)]))
+        summary |= _summary(
+            "critic/advantages", _joined([s.advantages for s in sequences] or [np.zeros(1, np.float32)])
+        )
         values, returns = _joined([s.values for s in sequences]), _joined([s.returns for s in sequences])
-        found |= _summary("critic/values", values) | _summary("critic/returns", returns)
+        summary |= _summary("critic/values", values) | _summary("critic/returns", returns)
         if 0 < len(values) == len(returns):
             unexplained, variance = standard_deviation(returns - values) ** 2, standard_deviation(returns) ** 2
-            found["critic/vf_explained_var"] = 1 - unexplained / (variance + 1e-5)
-        return found
+            summary["critic/vf_explained_var"] = 1 - unexplained / (variance + 1e-5)
+        return summary
 
 
 def _joined(of_tokens: Sequence[NDArray[np.float32] | None]) -> Floats:
@@ -226,8 +228,8 @@ def estimate(batch: StepBatch, rules: BatchRules, greedy: Mapping[str, float] | 
     Raises CreditError naming the rollout that a strategy fails on or whose advantages are too large to train on,
     EstimatorError where the estimator fails or lacks something, and ValueError where log probabilities are missing.
     """
-    given, rewarded = rules.estimator, batch.rewarded
-    estimator = given if isinstance(given, OfOutcomes | OfTokens) else OfOutcomes(given)
+    either, rewarded = rules.estimator, batch.rewarded
+    estimator = either if isinstance(either, OfOutcomes | OfTokens) else OfOutcomes(either)
     if rules.kl_coef:
         _lower_by_kl(batch, rules, by_token=isinstance(estimator, OfTokens))
     if isinstance(estimator, OfTokens):
@@ -254,9 +256,9 @@ def _shaped(trajectory: Trajectory, buffer: OverlongBuffer | None) -> RolloutPar
     stands among the named ones for estimators that compare those."""
     if buffer is None or trajectory.reward is None:
         return RolloutPart(trajectory, trajectory.reward, trajectory.rewards)
-    penalty, given = buffer.penalty(trajectory.forest), trajectory.rewards
-    named = given.named | {"overlong_penalty": penalty}
-    rewards = replace(given, final=(given.final or 0.0) + penalty, named=named)
+    penalty, unshaped = buffer.penalty(trajectory.forest), trajectory.rewards
+    named = unshaped.named | {"overlong_penalty": penalty}
+    rewards = replace(unshaped, final=(unshaped.final or 0.0) + penalty, named=named)
     return RolloutPart(trajectory, trajectory.reward + penalty, rewards, penalty)
 
 
@@ -294,11 +296,11 @@ def _distance(part: RolloutPart, sequence: TrainingSequence, kind: str) -> Float
 
 def _on_answers(part: RolloutPart, of_calls: Mapping[str, tuple[NDArray[np.int64], Floats]]) -> dict[str, Floats]:
     """By call id a number for every token that the call sampled; 0 for those that have none."""
-    found = {}
+    by_call = {}
     for call_id, (places, numbers) in of_calls.items():
-        found[call_id] = np.zeros(len(part.trajectory.forest.nodes[call_id].call.response_ids))
-        found[call_id][places] = numbers
-    return found
+        by_call[call_id] = np.zeros(len(part.trajectory.forest.nodes[call_id].call.response_ids))
+        by_call[call_id][places] = numbers
+    return by_call
 
 
 def _estimate_calls(
@@ -328,8 +330,8 @@ def _estimate_calls(
         named=[part.rewards.named for part in rewarded],
         greedy=None if greedy is None else [greedy.get(part.trajectory.group_id, math.nan) for part in rewarded],
     )
-    for part, found in zip(rewarded, estimates, strict=True):
-        part.estimates = found
+    for part, of_rollout in zip(rewarded, estimates, strict=True):
+        part.estimates = of_rollout
 
 
 def _estimate_tokens(rewarded: Sequence[RolloutPart], estimator: OfTokens, settings: BaselineSettings) -> None:
@@ -367,8 +369,8 @@ def _steps(part: RolloutPart, needs_values: bool) -> tuple[list[NDArray[np.int64
         )
     none = (np.zeros(0, np.int64), np.zeros(0))
     of_calls = part.of_calls(values)
-    found = [of_calls.get(call_id, none) for call_id in nodes]
-    return [places for places, _ in found], [numbers for _, numbers in found]
+    steps = [of_calls.get(call_id, none) for call_id in nodes]
+    return [places for places, _ in steps], [numbers for _, numbers in steps]
 
 
 def _whiten(parts: Sequence[RolloutPart]) -> None:
@@ -379,7 +381,7 @@ def _whiten(parts: Sequence[RolloutPart]) -> None:
     for sequence, where, values in trained:
         sequence.advantages[where] = (values - centre) / divisor
     for part in parts:
-        part.estimates = {call_id: found.whitened(centre, divisor) for call_id, found in part.estimates.items()}
+        part.estimates = {call_id: of_call.whitened(centre, divisor) for call_id, of_call in part.estimates.items()}
         part.tokens = {call_id: (values - centre) / divisor for call_id, values in part.tokens.items()}
 
 
@@ -390,10 +392,10 @@ def _trained_advantages(
     for part in parts:
         for sequence in part.sequences:
             for call_id, where, places in sequence.trained_by_call():
-                found = part.estimates.get(call_id)
-                if found is not None and not found.silent:
+                of_call = part.estimates.get(call_id)
+                if of_call is not None and not of_call.silent:
                     of_tokens = part.tokens.get(call_id)
-                    alike = np.full(len(where), found.advantage)
+                    alike = np.full(len(where), of_call.advantage)
                     yield sequence, where, alike if of_tokens is None else of_tokens[places]
 
 
@@ -433,7 +435,7 @@ def _judge_groups(batch: StepBatch, rewarded: Sequence[RolloutPart], rules: Batc
 
 
 def _says_something(part: RolloutPart) -> bool:
-    return any(found.advantage for found in part.estimates.values()) or any(map(np.any, part.tokens.values()))
+    return any(of_call.advantage for of_call in part.estimates.values()) or any(map(np.any, part.tokens.values()))
 
 
 def _fill(part: RolloutPart, index: int, rules: BatchRules) -> None:
@@ -445,13 +447,13 @@ def _fill(part: RolloutPart, index: int, rules: BatchRules) -> None:
             continue
         sequence = sequence_of(row, index, media=part.trajectory.media)
         if rules.max_tokens is not None and len(sequence) > rules.max_tokens:
-            left = rules.overlong == "truncate_left"
-            cut = sequence.truncate_left if left else sequence.truncate_response
+            from_left = rules.overlong == "truncate_left"
+            cut = sequence.truncate_left if from_left else sequence.truncate_response
             part.excluded["truncated"] += cut(rules.max_tokens)
         if rules.need_log_probs:
-            known = ~np.isnan(sequence.rollout_log_probs)
-            part.excluded["no_logprob"] += int((~known).sum())
-            sequence.keep(known)
+            has_log_prob = ~np.isnan(sequence.rollout_log_probs)
+            part.excluded["no_logprob"] += int((~has_log_prob).sum())
+            sequence.keep(has_log_prob)
         if len(sequence.trained):
             part.sequences.append(sequence)
     part.excluded = +part.excluded
@@ -469,7 +471,7 @@ def _check_conserved(part: RolloutPart) -> None:
 
 def _place(part: RolloutPart) -> None:
     """Put advantages, and returns where there are any, on the rollout's sequences."""
-    advantages = {call_id: found.advantage for call_id, found in part.estimates.items()} | part.tokens
+    advantages = {call_id: of_call.advantage for call_id, of_call in part.estimates.items()} | part.tokens
     for sequence in part.sequences:
         sequence.advantages = sequence.spread(advantages)
         if part.returns:
@@ -494,12 +496,12 @@ def _record(part: RolloutPart, mini_batch: int | None, weight: float) -> Rollout
     }
     calls = {}
     for call_id, node in trajectory.forest.nodes.items():
-        found = _credited(part.credits.get(call_id), part.estimates.get(call_id))
+        record = _credited(part.credits.get(call_id), part.estimates.get(call_id))
         if call_id in trained:
             sequence, where, places = trained[call_id]
             old = sequence.old_log_probs
             calls[call_id] = replace(
-                found,
+                record,
                 weight=weight,
                 mini_batch=mini_batch,
                 trained_tokens=len(places),
@@ -509,9 +511,9 @@ def _record(part: RolloutPart, mini_batch: int | None, weight: float) -> Rollout
                 entropies=b"" if sequence.entropies is None else _packed_entropies(sequence.entropies, where),
             )
         else:
-            known = why.get(call_id) or part.calls_left_out.get(call_id)
-            reason = known or part.left_out or _why_nothing_is_left(node.call)
-            calls[call_id] = replace(found, left_out=reason)
+            own_reason = why.get(call_id) or part.calls_left_out.get(call_id)
+            reason = own_reason or part.left_out or _why_nothing_is_left(node.call)
+            calls[call_id] = replace(record, left_out=reason)
     return RolloutRecord(
         rollout_id=trajectory.rollout_id,
         group_id=trajectory.group_id,
@@ -530,15 +532,15 @@ def _packed_entropies(entropies: Any, where: NDArray[np.int64]) -> bytes:
     return pack_logprobs(entropies.float().cpu().numpy()[where].tolist())
 
 
-def _credited(given: Credit | None, estimate: Estimate | None) -> CallRecord:
+def _credited(call_credit: Credit | None, estimate: Estimate | None) -> CallRecord:
     """How a call's advantage came about; compared with nobody, its baseline is itself."""
-    if given is None or estimate is None:
+    if call_credit is None or estimate is None:
         return CallRecord()
     plus = None
-    if given.plus is not None and estimate.plus is not None:
-        second = _credited(given.plus, estimate.plus)
+    if call_credit.plus is not None and estimate.plus is not None:
+        second = _credited(call_credit.plus, estimate.plus)
         plus = PlusRecord(
-            credit=given.plus.reward,
+            credit=call_credit.plus.reward,
             compared_with=second.compared_with,
             baseline=second.baseline,
             scale=second.scale,
@@ -546,10 +548,10 @@ def _credited(given: Credit | None, estimate: Estimate | None) -> CallRecord:
         )
     alone = math.isinf(estimate.scale)
     return CallRecord(
-        credit=given.reward,
-        compared_with=given.compared_with,
+        credit=call_credit.reward,
+        compared_with=call_credit.compared_with,
         advantage=estimate.advantage,
-        baseline=given.reward if alone else estimate.baseline,
+        baseline=call_credit.reward if alone else estimate.baseline,
         scale=1.0 if alone else estimate.scale,
         plus=plus,
     )

@@ -75,8 +75,8 @@ class Cards:
         """Who is where; None: on the CPU, as asked."""
         if self.placement.trainer:
             return self.placement.line(self.names)
-        if self._config.trainer.device == "auto" and torch.version.cuda is None and (found := gpus.visible()):
-            return f"training on the CPU: there are {len(found)} GPUs, and this torch is built without CUDA"
+        if self._config.trainer.device == "auto" and torch.version.cuda is None and (names := gpus.visible()):
+            return f"training on the CPU: there are {len(names)} GPUs, and this torch is built without CUDA"
         return None
 
     def server_maker(self) -> Callable[[Options, Path, int], RayServer] | None:

@@ -197,8 +197,8 @@ class Collector:
 
     def read(self, rollout_ids: Sequence[str]) -> list[Trajectory]:
         """See `async_rollouts.Rollouts`."""
-        step, found = self._state.step, self._algorithm.store.traces(rollout_ids)
-        traces = [found[rollout_id] for rollout_id in rollout_ids]
+        step, traces_by_id = self._state.step, self._algorithm.store.traces(rollout_ids)
+        traces = [traces_by_id[rollout_id] for rollout_id in rollout_ids]
         groups = [str(trace.rollout.group_id) for trace in traces]
         sampled = [group for group in groups if not group.startswith(_GREEDY)]
         trajectories = self._read(
@@ -293,13 +293,13 @@ class Collector:
         groups_left = steps_left * batch_size
         in_flight.idle_seconds = 0.0
         self._watchdog.begin()
-        found = in_flight.hand_over(self._state.updates, groups_left, _WAIT_SECONDS)
-        stale = sum(reason == "stale" for _, reason in found.left_out)
+        handed_over = in_flight.hand_over(self._state.updates, groups_left, _WAIT_SECONDS)
+        stale = sum(reason == "stale" for _, reason in handed_over.left_out)
         if groups_left <= batch_size:
-            found.left_out += [(group, "surplus") for group in in_flight.cancel(_WAIT_SECONDS)]
-        trained = [trajectory for group in found.taken for trajectory in self._without_greedy(group)]
+            handed_over.left_out += [(group, "surplus") for group in in_flight.cancel(_WAIT_SECONDS)]
+        trained = [trajectory for group in handed_over.taken for trajectory in self._without_greedy(group)]
         rolled_out, left_out = list(trained), dict[str, str]()
-        for group, reason in found.left_out:
+        for group, reason in handed_over.left_out:
             for trajectory in self._without_greedy(group):
                 self.ledger.exclude(trajectory, reason)
                 rolled_out.append(trajectory)
@@ -307,7 +307,7 @@ class Collector:
         self._state.batches_taken = -(-in_flight.asked // batch_size)
         ahead = {
             "schedule/groups_in_flight": float(len(in_flight)),
-            "schedule/groups_queued": float(found.queued),
+            "schedule/groups_queued": float(handed_over.queued),
             "schedule/groups_stale": float(stale),
             "timing_s/sampling_idle": in_flight.idle_seconds,
         }
@@ -316,7 +316,7 @@ class Collector:
     def _first_in_flight(self, schedule: Schedule, batches: Iterable[Tasks]) -> InFlight:
         """The groups in flight as training begins: none, or those that a resumed run left there."""
         rule, batch_size = self._config.algorithm.filter_groups, self._config.data.train_batch_size
-        left = self._state.in_flight or {"asked": self._state.batches_taken * batch_size, "groups": []}
+        state = self._state.in_flight or {"asked": self._state.batches_taken * batch_size, "groups": []}
         return InFlight(
             schedule,
             batches,
@@ -324,7 +324,7 @@ class Collector:
             self,
             why_not=lambda group, _: why_not(rule, schedule, group, self._versions()),
             most=rule.max_num_gen_batches * batch_size if rule.enable else None,
-            state=left,
+            state=state,
         )
 
     def _versions(self) -> dict[str, int]:
@@ -421,8 +421,8 @@ def with_variance(
         if len(chosen) >= groups:
             break
     trained = chosen[:groups]
-    taken = {group[0].group_id for group in trained}
-    reasons = {t.group_id: "zero_variance" for t in rolled_out if t.group_id not in taken}
+    trained_ids = {group[0].group_id for group in trained}
+    reasons = {t.group_id: "zero_variance" for t in rolled_out if t.group_id not in trained_ids}
     reasons |= {group[0].group_id: "surplus" for group in chosen[groups:]}
     return rolled_out, [trajectory for group in trained for trajectory in group], reasons
 
@@ -457,7 +457,7 @@ def publish_resources(store: RunStore, config: Config, learners: Sequence[Policy
 
 def _policies(learners: Sequence[PolicyLearner], *, greedy: bool) -> dict[str, dict[str, Any]]:
     """The policies as resources, `greedy` in training too."""
-    found: dict[str, dict[str, Any]] = {}
+    resources: dict[str, dict[str, Any]] = {}
     for learner in learners:
         sampling: dict[str, Any] = resolved_config.sampling_parameters(learner.config)
         if greedy:
@@ -465,9 +465,9 @@ def _policies(learners: Sequence[PolicyLearner], *, greedy: bool) -> dict[str, d
         resource = {"type": "proxy_llm", "model": learner.state.account.model, **sampling}
         if learner.name:
             resource |= {"agents": learner.policy.agents}
-            found[learner.name] = resource
-        found.setdefault("main_llm", resource)
-    return found
+            resources[learner.name] = resource
+        resources.setdefault("main_llm", resource)
+    return resources
 
 
 def _reader(
@@ -492,10 +492,10 @@ def _reader(
 def together(whole: Trajectory, of_policies: Mapping[str, Trajectory]) -> Trajectory:
     """A rollout of several policies. Where its agent gave policies rewards of their own and none to the whole, their
     mean is the final reward, also of policies without one of their own."""
-    given = [one.reward for one in of_policies.values() if not one.agent_failed and one.reward is not None]
+    rewards = [one.reward for one in of_policies.values() if not one.agent_failed and one.reward is not None]
     parts = dict(of_policies)
-    if whole.agent_failed and whole.error is None and given:
-        final = fmean(given)
+    if whole.agent_failed and whole.error is None and rewards:
+        final = fmean(rewards)
         whole = _rewarded(whole, final)
         parts = {name: _rewarded(one, final) if one.agent_failed else one for name, one in parts.items()}
     return msgspec.structs.replace(whole, of_policies=parts)

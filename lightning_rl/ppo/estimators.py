@@ -65,9 +65,9 @@ def estimator_of(
         check_function(estimator, "PPO(estimator=...)", "outcomes", "settings")
     plain = strategy is None and algorithm.credit.function is None and algorithm.credit.strategy == "final"
     if not plain and (isinstance(estimator, OfTokens) or estimator is ESTIMATORS["gdpo"]):
-        what = "rewards over tokens" if isinstance(estimator, OfTokens) else "named rewards over rollouts"
+        spread = "rewards over tokens" if isinstance(estimator, OfTokens) else "named rewards over rollouts"
         raise ConfigError(
-            f"algorithm.adv_estimator={name} spreads {what} itself, so a credit strategy has no effect on it: leave "
+            f"algorithm.adv_estimator={name} spreads {spread} itself, so a credit strategy has no effect on it: leave "
             "algorithm.credit.strategy=final, or take an estimator that compares credits, such as grpo"
         )
     return estimator
@@ -185,7 +185,7 @@ def tree_of(
     place = {node.call.call_id: number for number, node in enumerate(nodes)}
     parents = [None if node.parent is None else place[node.parent.call.call_id] for node in nodes]
     ends = [math.fsum(rewards.of_calls.get(node.call.call_id, {}).values()) for node in nodes]
-    on_steps = [_at_steps(of_tokens.get(node.call.call_id), kept) for node, kept in zip(nodes, steps, strict=True)]
+    on_steps = [_at_steps(of_tokens.get(node.call.call_id), places) for node, places in zip(nodes, steps, strict=True)]
     for number in reversed(range(len(nodes))):
         if not nodes[number].children:
             ends[number] += rewards.final or 0.0
@@ -198,13 +198,13 @@ def tree_of(
         parents=parents,
         context=[len(node.call.prompt_ids) for node in nodes],
         rewards=on_steps,
-        log_probs=[_log_probs(node.call)[kept] for node, kept in zip(nodes, steps, strict=True)],
+        log_probs=[_log_probs(node.call)[places] for node, places in zip(nodes, steps, strict=True)],
         values=values,
     )
 
 
-def _at_steps(given: Floats | None, steps: NDArray[np.int64]) -> Floats:
-    return np.zeros(len(steps)) if given is None else given[steps]  # a copy: `steps` are indices
+def _at_steps(rewards: Floats | None, steps: NDArray[np.int64]) -> Floats:
+    return np.zeros(len(steps)) if rewards is None else rewards[steps]  # a copy: `steps` are indices
 
 
 def _log_probs(call: Call) -> Floats:

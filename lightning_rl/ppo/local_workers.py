@@ -185,8 +185,8 @@ class LocalWorkers:
 
     def weights(self) -> dict[str, Tensor]:
         """The policy's weights that are trained, whole, by their names; in a team only the first process has them."""
-        found: dict[str, Tensor] = shards.whole({name: p.detach() for name, p in trained(self.model).items()})
-        return found
+        by_name: dict[str, Tensor] = shards.whole({name: p.detach() for name, p in trained(self.model).items()})
+        return by_name
 
     def weight_stream(self, form: Form) -> WeightStream:
         """The policy's weights one by one; a team goes through it together, and each process has them whole."""
@@ -196,8 +196,8 @@ class LocalWorkers:
         if form == "adapter":
             return lora.low_rank(self.model)
         own: Any = self.model.get_base_model() if adapted else self.model  # type: ignore[operator]
-        found = lora.merged(self.model) if adapted else stream_of(self.model, shards.full)
-        return found if form == "model" else as_saved(own, found)
+        stream = lora.merged(self.model) if adapted else stream_of(self.model, shards.full)
+        return stream if form == "model" else as_saved(own, stream)
 
     def begin_sending(self, form: Form) -> dict[str, Described]:
         """What is known of the weights that `next_bucket` gives from now on."""
@@ -289,22 +289,22 @@ class LocalWorkers:
         offload = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
         return Reference(model, self._pad_id, offload=offload, forward=forward, **self._bounds())
 
-    def _teacher(self, given: TeacherModel, begun: Path, policy: Forward) -> FrozenTeacher | PolicyAsTeacher:
+    def _teacher(self, teacher: TeacherModel, begun: Path, policy: Forward) -> FrozenTeacher | PolicyAsTeacher:
         """A teacher in this process: one in a folder is held and run as the reference is; the policy itself is what is
         trained, without its adapter where it is to be as it began (in the folder `begun`), or a copy in float32."""
         vocabulary, bounds = self._vocabulary(begun), self._bounds()
-        if given.weights == "present":
+        if teacher.weights == "present":
             return PolicyAsTeacher(policy, vocabulary, **bounds)
-        if given.weights == "initial" and self.config.actor_rollout_ref.model.lora_rank:
+        if teacher.weights == "initial" and self.config.actor_rollout_ref.model.lora_rank:
             disabled: Any = self.model.disable_adapter
             return PolicyAsTeacher(policy, vocabulary, within=disabled, **bounds)
         bounds["offload"] = self.config.actor_rollout_ref.ref.fsdp_config.param_offload
-        if given.weights == "averaged":
+        if teacher.weights == "averaged":
             formats = self.config.actor_rollout_ref.actor.fsdp_config
             model, forward = self._frozen_model(begun, formats, torch.float32)
-            rate = AVERAGED_RATE if given.rate is None else given.rate
+            rate = AVERAGED_RATE if teacher.rate is None else teacher.rate
             return AveragedTeacher(model, self._pad_id, vocabulary, rate, forward=forward, **bounds)
-        model, forward = self._frozen_model(begun if given.model_path is None else model_folder(given.model_path))
+        model, forward = self._frozen_model(begun if teacher.model_path is None else model_folder(teacher.model_path))
         return FrozenTeacher(model, self._pad_id, vocabulary, forward=forward, **bounds)
 
     def _vocabulary(self, folder: Path) -> int | None:
@@ -348,11 +348,11 @@ class LocalWorkers:
             )
         return forward
 
-    def _warn_once(self, told: str) -> None:
+    def _warn_once(self, warning: str) -> None:
         """The models of a run are of one kind, mostly."""
-        if told not in self._told:
-            self._told.add(told)
-            _log.warning("%s", told)
+        if warning not in self._told:
+            self._told.add(warning)
+            _log.warning("%s", warning)
 
     def _made_forward(self, model: nn.Module, formats: Fsdp, vision: ModelVision | None, *, packed: bool) -> Forward:
         autocast = torch.bfloat16 if formats.dtype == "bfloat16" else None

@@ -233,9 +233,9 @@ class Models:
         elif (
             form == "saved"
             and model.lora_adapter_path is None
-            and (found := stream_of_files(folder, self.policy.model)) is not None
+            and (stream := stream_of_files(folder, self.policy.model)) is not None
         ):
-            first = found.held_as(self._held)
+            first = stream.held_as(self._held)
         elif form == "adapter" and model.lora_adapter_path is None:
             first = _zeros_like(self._own.weight_stream(form))  # the model's weights are elsewhere
         else:
@@ -257,19 +257,19 @@ class Models:
             advantages=some,
             temperature=some,
         )
-        found: list[float] = self.actor.log_probs([row])[0].tolist()
-        return found
+        log_probs: list[float] = self.actor.log_probs([row])[0].tolist()
+        return log_probs
 
     @property
     def _sent_from_gpu(self) -> bool:
         """Whether weights go from GPU to GPU, and by no file."""
         return self.config.actor_rollout_ref.rollout.weight_transfer != "file"
 
-    def _make_room(self, what: str) -> None:
+    def _make_room(self, memory: str) -> None:
         """Before an engine on the same GPUs takes memory: with `param_offload` the weights wait in main memory,
         unless they are sent from the GPU now; and no allocator keeps what it does not use."""
         if hasattr(self, "actor"):
-            if what == "weights" and self._sent_from_gpu:
+            if memory == "weights" and self._sent_from_gpu:
                 self.actor.onload()
             else:
                 self.actor.offload()
@@ -295,14 +295,14 @@ class Models:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved state. Raises ConfigError where the config now asks for other models."""
-        asked = {what: what in self._roles for what in ("critic", "value head")}
-        asked |= {"adapter": bool(self.config.actor_rollout_ref.model.lora_rank)}
-        asked |= {"teachers": self.config.distillation.averages}
-        for what, there in asked.items():
-            found = state.get(what)  # earlier releases had no teachers in it
-            if there != (found is not None):
+        expected = {part: part in self._roles for part in ("critic", "value head")}
+        expected |= {"adapter": bool(self.config.actor_rollout_ref.model.lora_rank)}
+        expected |= {"teachers": self.config.distillation.averages}
+        for part, there in expected.items():
+            saved = state.get(part)  # earlier releases had no teachers in it
+            if there != (saved is not None):
                 raise ConfigError(
-                    f"the checkpoint has {'no' if found is None else 'its'} {what}, the config says otherwise: "
+                    f"the checkpoint has {'no' if saved is None else 'its'} {part}, the config says otherwise: "
                     "resume with the config.yaml of the run's folder"
                 )
         (self._own if self._crew is None else self._crew).load_state_dict(state)

@@ -254,9 +254,9 @@ class PolicyLearner:
             _log.warning("policy %s stays as it is: checkpoint %s is broken: %s", self.name, chosen, wrong)
             return
         own = dict(self.models.model.named_parameters())
-        taken = load_model(chosen / policy, next(iter(own.values())).dtype)
+        saved_model = load_model(chosen / policy, next(iter(own.values())).dtype)
         with torch.no_grad():
-            for name, weight in taken.named_parameters():
+            for name, weight in saved_model.named_parameters():
                 own[name].copy_(weight)
         self.publish_weights()
 
@@ -436,8 +436,8 @@ def _check_chat_formats(learners: Sequence[PolicyLearner]) -> None:
             for each in (first, other)
         )
         if here != there:
-            what = "tokenizer" if here.vocabulary != there.vocabulary else "chat format"
+            difference = "tokenizer" if here.vocabulary != there.vocabulary else "chat format"
             raise ConfigError(
-                f"policies.{other.name}.actor_rollout_ref.model.path: its {what} is another one than that of "
+                f"policies.{other.name}.actor_rollout_ref.model.path: its {difference} is another one than that of "
                 f"policies.{first.name}, and policies of a run share both: take models of one family"
             )

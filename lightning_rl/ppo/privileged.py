@@ -175,24 +175,24 @@ class PrivilegedRows:
             plain = self._renderer.render(root.messages, root.tools)
             if list(recorded[: len(plain)]) != plain:
                 return None
-            told = self._renderer.render(told_before(root.messages, text), root.tools)
+            with_text = self._renderer.render(told_before(root.messages, text), root.tools)
         except GatewayError:
             return None
-        return told + list(recorded[len(plain) :])  # what the answer must begin with
+        return with_text + list(recorded[len(plain) :])  # what the answer must begin with
 
 
 def told_before(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
     """The messages with `text` at the end of the first user message; without one it is a message behind the others."""
-    found = [dict(message) for message in messages]
-    first = next((message for message in found if message["role"] == "user"), None)
+    copies = [dict(message) for message in messages]
+    first = next((message for message in copies if message["role"] == "user"), None)
     if first is None:
-        return [*found, {"role": "user", "content": text}]
+        return [*copies, {"role": "user", "content": text}]
     content = first.get("content") or ""
     if isinstance(content, str):
         first["content"] = f"{content}\n\n{text}" if content else text
     else:
         first["content"] = [*content, {"type": "text", "text": f"\n\n{text}"}]
-    return found
+    return copies
 
 
 def warn_of_untaught(untaught: Mapping[str, int], warned: set[str]) -> None:

@@ -86,8 +86,8 @@ class RayWorkers:
 
     def weights(self) -> dict[str, Tensor]:
         """What was trained of the policy, whole, by name."""
-        found: dict[str, Tensor] = self._groups["actor"].ask(None, "weights")
-        return found
+        by_name: dict[str, Tensor] = self._groups["actor"].ask(None, "weights")
+        return by_name
 
     def weight_stream(self, form: Form, device: torch.device) -> WeightStream:
         """The policy's weights, a bucket at a time in this process, on `device`."""

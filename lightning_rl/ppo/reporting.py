@@ -132,11 +132,11 @@ class Reporter:
 
 def first_lines(models: Models) -> Iterator[str]:
     """The model and the learning rate where the config left them open, and the cores where a container has not all."""
-    ours = models.config.actor_rollout_ref
-    if ours.model.path is None:
+    policy = models.config.actor_rollout_ref
+    if policy.model.path is None:
         yield "model: the tutorial's small one, to try things out; name yours with actor_rollout_ref.model.path"
     if models.learning_rate_by_size:
-        rate = ours.actor.optim.lr
+        rate = policy.actor.optim.lr
         yield f"learning rate: {rate:g}, by the model's size; choose another with actor_rollout_ref.actor.optim.lr"
     if (limit := cores.limit()) is not None and limit < (all_cores := os.cpu_count() or 1):
         threads = torch.get_num_threads()
@@ -212,11 +212,11 @@ def policy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 def named_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """The mean of each reward by name, over the rollouts that were given one, without the final one."""
-    given: dict[str, list[float]] = {}
+    by_name: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.rewards.named.items():
-            given.setdefault(name, []).append(value)
-    return {name: float(np.mean(values)) for name, values in sorted(given.items()) if name != FINAL}
+            by_name.setdefault(name, []).append(value)
+    return {name: float(np.mean(values)) for name, values in sorted(by_name.items()) if name != FINAL}
 
 
 def rollout_metrics(trajectories: list[Trajectory], seconds: float, began_ns: int) -> dict[str, float]:
@@ -268,19 +268,19 @@ class Finished(msgspec.Struct, frozen=True):
 
 def end_of(run_dir: Path) -> Finished | None:
     """How a run of PPO came to its end; None where none has, or its model is not there."""
-    said = finished(run_dir)
-    return msgspec.convert(said, Finished) if said and (run_dir / "model").is_dir() else None
+    ending = finished(run_dir)
+    return msgspec.convert(ending, Finished) if ending and (run_dir / "model").is_dir() else None
 
 
 def summary_lines(run_dir: Path, history: Sequence[Mapping[str, float]], rollout: str | None) -> list[str]:
     """What became of a run. `history` are the metrics of all steps, `rollout` is one that the last step trained."""
     text = []
-    for what, name in (("reward", "critic/score/mean"), ("held-out", "val/reward"), ("tuning", "tune/reward")):
+    for label, name in (("reward", "critic/score/mean"), ("held-out", "val/reward"), ("tuning", "tune/reward")):
         values = [(int(row["step"]), row[name]) for row in history if name in row]
         if name == "critic/score/mean":
             values = _edges(values)
         if values:
-            text.append(f"{what:<12}{_change(values)}")
+            text.append(f"{label:<12}{_change(values)}")
     folder = shlex.quote(str(run_dir))
     text.append(f"{'run':<12}{run_dir}")
     if (run_dir / "model").is_dir():

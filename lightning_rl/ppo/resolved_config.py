@@ -272,18 +272,18 @@ def uncorrected(config: Config) -> str | None:
 def _frees_memory(config: Config) -> bool:
     """Whether the engine is asked to give its memory back while the trainer computes: on a CPU there is none of a GPU
     to give."""
-    asked = config.actor_rollout_ref.rollout.free_cache_engine is True
-    return asked and device_of(config.trainer.device).type == "cuda"
+    enabled = config.actor_rollout_ref.rollout.free_cache_engine is True
+    return enabled and device_of(config.trainer.device).type == "cuda"
 
 
 def _check_engine(config: Config) -> None:
     rollout = config.actor_rollout_ref.rollout
     on_gpus = rollout.name == "vllm" and device_of(config.trainer.device).type == "cuda"
-    for key, asked in (
+    for key, is_set in (
         (f"weight_transfer={rollout.weight_transfer}", rollout.weight_transfer != "file"),
         ("free_cache_engine=true", _frees_memory(config)),
     ):
-        if asked and not on_gpus:
+        if is_set and not on_gpus:
             raise ConfigError(f"actor_rollout_ref.rollout.{key} is for vLLM on GPUs (rollout.name=vllm): leave it out")
     model = config.actor_rollout_ref.model
     if (
@@ -296,10 +296,10 @@ def _check_engine(config: Config) -> None:
             f"rollout.name={rollout.name} with rollout.weight_transfer={rollout.weight_transfer} takes whole weights: "
             "leave it out"
         )
-    for key, given in (("trainer.devices", config.trainer.devices), (_DEVICES, rollout.devices)):
-        if given is not None and device_of(config.trainer.device).type != "cuda":
+    for key, devices in (("trainer.devices", config.trainer.devices), (_DEVICES, rollout.devices)):
+        if devices is not None and device_of(config.trainer.device).type != "cuda":
             raise ConfigError(
-                f"{key}={given} names GPUs, and this run is on the CPU (trainer.device={config.trainer.device}"
+                f"{key}={devices} names GPUs, and this run is on the CPU (trainer.device={config.trainer.device}"
                 f"{', and torch finds no GPU' * (config.trainer.device == 'auto')}): leave it out"
             )
     placement.check_keys(config)
@@ -377,9 +377,9 @@ def _idle_engine_keys(config: Config) -> str | None:
 def _check_workers(config: Config) -> None:
     """Several processes train."""
     trainer = config.trainer
-    asked = f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+    keys = f"trainer.nnodes={trainer.nnodes} and trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
     if find_spec("ray") is None:
-        raise ConfigError(f"{asked} need Ray: pip install 'lightning-rl[ray]', or set both to 1")
+        raise ConfigError(f"{keys} need Ray: pip install 'lightning-rl[ray]', or set both to 1")
     for section, optim in (
         ("actor_rollout_ref.actor", config.actor_rollout_ref.actor.optim),
         ("critic", config.critic.optim),
@@ -387,7 +387,7 @@ def _check_workers(config: Config) -> None:
         if optim.optimizer_impl.startswith("torchao"):
             raise ConfigError(
                 f"{section}.optim.optimizer_impl={optim.optimizer_impl}: its states are kept in checkpoints of "
-                f"one process, and {asked}: take torch.optim, whose states the workers share"
+                f"one process, and {keys}: take torch.optim, whose states the workers share"
             )
     if trainer.nnodes > 1 and not os.environ.get("RAY_ADDRESS"):
         raise ConfigError(
@@ -403,13 +403,13 @@ def _check_workers(config: Config) -> None:
     for key, formats in sections.items():
         if formats.fsdp_size == 0 or trainer.workers % formats.fsdp_size:
             raise ConfigError(
-                f"{key}.fsdp_config.fsdp_size={formats.fsdp_size}: {asked} are not so many groups of "
+                f"{key}.fsdp_config.fsdp_size={formats.fsdp_size}: {keys} are not so many groups of "
                 f"{formats.fsdp_size} workers; give a divisor of {trainer.workers}, or -1"
             )
         together = sequence_parallel(config, formats)
         if trainer.workers % together:
             raise ConfigError(
-                f"{key}.fsdp_config.ulysses_sequence_parallel_size={together}: {asked} are not so many groups of "
+                f"{key}.fsdp_config.ulysses_sequence_parallel_size={together}: {keys} are not so many groups of "
                 f"{together} workers; give a divisor of {trainer.workers}"
             )
     optimizers = {"actor_rollout_ref.actor": policy.actor.optim, "critic": config.critic.optim}
@@ -417,7 +417,7 @@ def _check_workers(config: Config) -> None:
         if optim.optimizer_impl != "torch.optim" or optim.optimizer not in _ELEMENTWISE:
             raise ConfigError(
                 f"{key}.optim.optimizer={optim.optimizer} of {optim.optimizer_impl} may look at whole weights, and "
-                f"with {asked} a worker has a part of each: take one of {', '.join(_ELEMENTWISE)} of torch.optim"
+                f"with {keys} a worker has a part of each: take one of {', '.join(_ELEMENTWISE)} of torch.optim"
             )
 
 
@@ -436,12 +436,12 @@ def check_sequence_parallel(config: Config, model: Any, *, sees: bool) -> None:
         model: its config, of `transformers`.
         sees: whether it is shown images.
     """
-    asked = sequence_parallel(config, config.actor_rollout_ref.actor.fsdp_config)
-    if asked == 1:
+    together = sequence_parallel(config, config.actor_rollout_ref.actor.fsdp_config)
+    if together == 1:
         return
     heads, key = model.get_text_config().num_attention_heads, "ulysses_sequence_parallel_size"
-    where = f"actor_rollout_ref.actor.fsdp_config.{key}={asked}"
-    if heads % asked:
+    where = f"actor_rollout_ref.actor.fsdp_config.{key}={together}"
+    if heads % together:
         raise ConfigError(
             f"{where}: the model's {heads} heads of attention are not so many equal parts; give a divisor"
         )
@@ -455,15 +455,15 @@ def chat_template_kwargs(config: Config) -> dict[str, Any]:
         config.data.apply_chat_template_kwargs,
         config.actor_rollout_ref.rollout.multi_turn.chat_template_kwargs,
     )
-    given = dict(first or {})
+    kwargs = dict(first or {})
     for name, value in (second or {}).items():
-        if given.setdefault(name, value) != value:
+        if kwargs.setdefault(name, value) != value:
             raise ConfigError(
-                f"data.apply_chat_template_kwargs.{name}={given[name]!r} and "
+                f"data.apply_chat_template_kwargs.{name}={kwargs[name]!r} and "
                 f"actor_rollout_ref.rollout.multi_turn.chat_template_kwargs.{name}={value!r} are two values of one "
                 "thing: leave one out"
             )
-    return given
+    return kwargs
 
 
 def rules(
@@ -549,7 +549,7 @@ def actor_config(config: Config, training_steps: int) -> ActorConfig:
 
 def distillation_options(config: Config) -> DistillationOptions | None:
     """The loss against the teacher; None where there is none. Raises ConfigError for one that makes no sense."""
-    given = config.distillation.distillation_loss
+    loss = config.distillation.distillation_loss
     if not config.distillation.enabled:
         return None
     if config.distillation.averages and config.actor_rollout_ref.model.lora_rank:
@@ -558,18 +558,18 @@ def distillation_options(config: Config) -> DistillationOptions | None:
             "(actor_rollout_ref.model.lora_rank); take weights=initial or weights=present"
         )
     options = DistillationOptions(
-        loss_mode=given.loss_mode,
-        topk=given.topk,
-        use_task_rewards=given.use_task_rewards,
-        distillation_loss_coef=given.distillation_loss_coef,
-        distillation_loss_coef_end=given.distillation_loss_coef_end,
-        loss_max_clamp=given.loss_max_clamp,
-        log_prob_min_clamp=given.log_prob_min_clamp,
-        use_policy_gradient=given.use_policy_gradient,
-        gate=given.gate,
-        control_variate=given.control_variate,
-        clip_ratio_low=given.clip_ratio if given.clip_ratio_low is None else given.clip_ratio_low,
-        clip_ratio_high=given.clip_ratio if given.clip_ratio_high is None else given.clip_ratio_high,
+        loss_mode=loss.loss_mode,
+        topk=loss.topk,
+        use_task_rewards=loss.use_task_rewards,
+        distillation_loss_coef=loss.distillation_loss_coef,
+        distillation_loss_coef_end=loss.distillation_loss_coef_end,
+        loss_max_clamp=loss.loss_max_clamp,
+        log_prob_min_clamp=loss.log_prob_min_clamp,
+        use_policy_gradient=loss.use_policy_gradient,
+        gate=loss.gate,
+        control_variate=loss.control_variate,
+        clip_ratio_low=loss.clip_ratio if loss.clip_ratio_low is None else loss.clip_ratio_low,
+        clip_ratio_high=loss.clip_ratio if loss.clip_ratio_high is None else loss.clip_ratio_high,
     )
     try:
         distillation.check(options)
@@ -668,9 +668,9 @@ def learning_rate(config: Config, parameters: int) -> float:
 
 def with_learning_rate(config: C, parameters: int) -> C:
     """The same with the learning rate of a policy of so many parameters."""
-    ours = config.actor_rollout_ref
-    optim = replace(ours.actor.optim, lr=learning_rate(config, parameters))
-    return replace(config, actor_rollout_ref=replace(ours, actor=replace(ours.actor, optim=optim)))
+    policy = config.actor_rollout_ref
+    optim = replace(policy.actor.optim, lr=learning_rate(config, parameters))
+    return replace(config, actor_rollout_ref=replace(policy, actor=replace(policy.actor, optim=optim)))
 
 
 def renderer(config: Config) -> str:
@@ -719,12 +719,12 @@ def sampler_tolerance(config: Config) -> Tolerance:
     """How far log probabilities of sampler and trainer may be apart. In float32 they are 1e-5 apart, vLLM's up to 1e-4,
     and a temperature below 1 makes as many times more of what logits differ by; with bfloat16 on either side single
     tokens differ by much more, so the mean is judged."""
-    formats, given = config.actor_rollout_ref.actor.fsdp_config, config.trainer.sampler_tolerance
+    formats, limit = config.actor_rollout_ref.actor.fsdp_config, config.trainer.sampler_tolerance
     sharper = 1 / min(max(config.actor_rollout_ref.rollout.temperature, 0.01), 1.0)
     if {"bf16", "bfloat16"} & {formats.model_dtype, formats.dtype, config.actor_rollout_ref.rollout.dtype}:
-        return Tolerance(mean=given or 0.1)
+        return Tolerance(mean=limit or 0.1)
     exact = 1e-4 if config.actor_rollout_ref.rollout.name == "embedded" else 1e-3
-    return Tolerance(largest=given or exact * sharper)
+    return Tolerance(largest=limit or exact * sharper)
 
 
 def vllm_options(config: Config, placed: Placement | None = None, names: Sequence[str] = ()) -> Options:

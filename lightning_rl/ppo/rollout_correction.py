@@ -164,7 +164,7 @@ def correct(batch: StepBatch, rules: CorrectionRules) -> dict[str, float]:
     """
     compared = [sequence for sequence in batch.sequences if not sequence.cut_context]
     tokens = [len(sequence.trained) for sequence in compared]
-    found = correction.correct(
+    corrected = correction.correct(
         _flat([_old(sequence) for sequence in compared]),
         _flat([sequence.rollout_log_probs for sequence in compared]),
         np.repeat(np.asarray([sequence.rollout for sequence in compared], dtype=np.int64), tokens),
@@ -172,14 +172,14 @@ def correct(batch: StepBatch, rules: CorrectionRules) -> dict[str, float]:
     )
     if rules.active:
         ends = np.cumsum(tokens)[:-1]
-        weights = None if found.weights is None else np.split(found.weights.astype(np.float32), ends)
-        keep = dict(zip(map(id, compared), np.split(found.keep, ends), strict=True)) if compared else {}
+        weights = None if corrected.weights is None else np.split(corrected.weights.astype(np.float32), ends)
+        keep = dict(zip(map(id, compared), np.split(corrected.keep, ends), strict=True)) if compared else {}
         if weights is not None:
             by_sequence = dict(zip(map(id, compared), weights, strict=True)) if compared else {}
             batch.put(weights=[by_sequence.get(id(sequence)) for sequence in batch.sequences])
         for part in batch.parts:
             part.keep([keep[id(sequence)] for sequence in part.sequences], "rejected")
-    return found.metrics
+    return corrected.metrics
 
 
 def _old(sequence: TrainingSequence) -> NDArray[np.float32]:

@@ -188,8 +188,8 @@ class RunState:
         self.resumed = resumed_from is not None
         self._keep = config.trainer.max_actor_ckpt_to_keep
         self._saved = None if resumed_from is None else checkpoint.open_state(resumed_from)
-        for said in () if resumed_from is None else changes_to_warn_of(config, run_dir):
-            _log.warning("%s", said)
+        for warning in () if resumed_from is None else changes_to_warn_of(config, run_dir):
+            _log.warning("%s", warning)
 
     def saved_version(self, policy: str) -> int:
         """The policy version of the checkpoint that the run continues from; 0 for a fresh run."""

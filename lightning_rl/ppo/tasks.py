@@ -108,7 +108,7 @@ def grader_of(config: Config, given: Grader | None, found: Datasets) -> Grader |
 
 
 def _within(limit: int, prompts: FirstPrompts, name: str, tasks: Dataset) -> Dataset:
-    kept, refused = [], []
+    fitting, refused = [], []
     for index, task in enumerate(tasks):
         try:
             tokens = prompts.tokens(task)
@@ -116,16 +116,16 @@ def _within(limit: int, prompts: FirstPrompts, name: str, tasks: Dataset) -> Dat
             refused.append(f"task {index}: {error}")
         else:
             if tokens is None or tokens <= limit:
-                kept.append(task)
-    if len(kept) == len(tasks):
+                fitting.append(task)
+    if len(fitting) == len(tasks):
         return tasks
     _log.warning(
         "data.filter_overlong_prompts: %d of %d %s tasks are left out: their prompts have more than "
         "data.max_prompt_length=%d tokens%s",
-        len(tasks) - len(kept),
+        len(tasks) - len(fitting),
         len(tasks),
         name,
         limit,
         f", or cannot be rendered ({len(refused)}; {refused[0]})" if refused else "",
     )
-    return kept
+    return fitting

@@ -33,9 +33,9 @@ def served_teachers(config: Config, policy: Path) -> dict[str, Teacher]:
     options = resolved_config.distillation_options(config)
     if options is None:
         return {}
-    if options.top > (known := vocabulary_size(policy)):
+    if options.top > (vocabulary := vocabulary_size(policy)):
         raise ConfigError(
-            f"distillation.distillation_loss.topk={options.top}: the policy's tokenizer has {known} tokens"
+            f"distillation.distillation_loss.topk={options.top}: the policy's tokenizer has {vocabulary} tokens"
         )
     served: dict[str, Teacher] = {}
     for name, teacher in config.distillation.teachers().items():
@@ -53,7 +53,7 @@ def served_teachers(config: Config, policy: Path) -> dict[str, Teacher]:
                 )
         elif teacher.weights is None:
             urls, away = teacher.server_urls or (), config.distillation.when_away
-            made = ServedTeacher(name, urls, known, away)
+            made = ServedTeacher(name, urls, vocabulary, away)
             tokenizer = Tokenizer.from_file(str(policy / "tokenizer.json"))
             made.check([(text, tokenizer.encode(text, add_special_tokens=False).ids) for text in _PROBES])
             served[name] = made
@@ -81,26 +81,26 @@ def teach(
     options = resolved_config.distillation_options(config)
     top = 0 if options is None else options.top
     rows, untaught = (list[TeacherRow](), Counter[str]()) if privileged is None else privileged.of(batch)
-    asked = batch.sequences if privileged is None else [each.row for each in rows]
-    ask_teachers(asked, teachers, teacher_of, top)
+    sequences = batch.sequences if privileged is None else [each.row for each in rows]
+    ask_teachers(sequences, teachers, teacher_of, top)
     if privileged is not None:
         put_taught(batch.sequences, [(each.student, each.where, each.row) for each in rows], top)
     away = _skipped(teachers) > skipped
-    taught = [s.teacher_log_probs for s in asked if s.teacher_log_probs is not None]
-    if asked and not away and all(np.isnan(each).all() for each in taught):
-        seen = sorted({_key_of(part, key) or "missing" for part in batch.parts})
+    taught = [s.teacher_log_probs for s in sequences if s.teacher_log_probs is not None]
+    if sequences and not away and all(np.isnan(each).all() for each in taught):
+        keys = sorted({_key_of(part, key) or "missing" for part in batch.parts})
         raise ConfigError(
             f"no call of the step has a teacher: the tasks' {key} (distillation.teacher_key) is "
-            f"{', '.join(seen[:_SHOWN])}, and the teachers are for "
+            f"{', '.join(keys[:_SHOWN])}, and the teachers are for "
             + ", ".join(f"{name}: key={each.key}, agents={each.agents}" for name, each in named.items())
         )
     if config.distillation.without_rewards:
-        told = None if privileged is None else _told_more(rows)
+        places_by_id = None if privileged is None else _told_more(rows)
         for part in batch.parts:
             if away:
-                unasked = [~_asked(each, teacher_of, told) for each in part.sequences]
-                known = [_known(each) | other for each, other in zip(part.sequences, unasked, strict=True)]
-                part.keep(known, "teacher_away")
+                unasked = [~_asked(each, teacher_of, places_by_id) for each in part.sequences]
+                not_away = [_known(each) | other for each, other in zip(part.sequences, unasked, strict=True)]
+                part.keep(not_away, "teacher_away")
             part.keep([_known(each) for each in part.sequences], "untaught")
     return untaught
 
@@ -129,27 +129,27 @@ def _known(sequence: TrainingSequence) -> NDArray[np.bool_]:
 
 
 def _asked(
-    sequence: TrainingSequence, teacher_of: TeacherOf, told: Mapping[int, Sequence[NDArray[np.int64]]] | None
+    sequence: TrainingSequence, teacher_of: TeacherOf, places_by_id: Mapping[int, Sequence[NDArray[np.int64]]] | None
 ) -> NDArray[np.bool_]:
-    """About which trained tokens [K] a teacher was asked; `told` are those before which it was told more, by the id of
-    their sequence, None: it is told nothing."""
-    found = np.zeros(len(sequence.trained), np.bool_)
+    """About which trained tokens [K] a teacher was asked; `places_by_id` are those before which it was told more, by
+    the id of their sequence, None: it is told nothing."""
+    mask = np.zeros(len(sequence.trained), np.bool_)
     for call_id, where, _ in sequence.trained_by_call():
-        found[where] = teacher_of(sequence, call_id) is not None
-    if told is not None:
-        only = np.zeros_like(found)
-        for where in told.get(id(sequence), ()):
+        mask[where] = teacher_of(sequence, call_id) is not None
+    if places_by_id is not None:
+        only = np.zeros_like(mask)
+        for where in places_by_id.get(id(sequence), ()):
             only[where] = True
-        found &= only
-    return found
+        mask &= only
+    return mask
 
 
 def _told_more(rows: Sequence[TeacherRow]) -> dict[int, list[NDArray[np.int64]]]:
     """Where the tokens stand in their sequence, by its id."""
-    found: dict[int, list[NDArray[np.int64]]] = {}
+    places_by_id: dict[int, list[NDArray[np.int64]]] = {}
     for row in rows:
-        found.setdefault(id(row.student), []).append(row.where)
-    return found
+        places_by_id.setdefault(id(row.student), []).append(row.where)
+    return places_by_id
 
 
 def _teaches(teacher: TeacherModel, part: RolloutPart, agent: str | None, key: str) -> bool:
@@ -177,10 +177,10 @@ def _check_tokenizer(name: str, teacher: Path, policy: Path) -> None:
     differ = sorted(ids.items() ^ others.items())
     ends: Sequence[object] = [_end(folder) for folder in (policy, teacher)]
     if differ or ends[0] != ends[1]:
-        what = f"token {differ[0][0]!r} is not the same id in both" if differ else f"their ends of text are {ends}"
+        reason = f"token {differ[0][0]!r} is not the same id in both" if differ else f"their ends of text are {ends}"
         raise ConfigError(
             f"distillation.teacher_models.{name}: the teacher in {teacher} has another tokenizer than the policy in "
-            f"{policy} ({what}), and cannot score its tokens: take one with the same tokenizer, or let the policy "
+            f"{policy} ({reason}), and cannot score its tokens: take one with the same tokenizer, or let the policy "
             "learn from this one's answers as text, by supervised training (sft.teacher; docs/sft.md)"
         )
 
@@ -188,11 +188,11 @@ def _check_tokenizer(name: str, teacher: Path, policy: Path) -> None:
 def _context(folder: Path) -> float:
     """How many tokens a model was made for."""
     config = msgspec.json.decode((folder / "config.json").read_bytes())
-    found = config.get("text_config", config).get("max_position_embeddings")
-    return math.inf if found is None else found
+    length = config.get("text_config", config).get("max_position_embeddings")
+    return math.inf if length is None else length
 
 
 def _end(folder: Path) -> object:
     file = folder / "tokenizer_config.json"
-    given = msgspec.json.decode(file.read_bytes()).get("eos_token") if file.is_file() else None
-    return given.get("content") if isinstance(given, dict) else given
+    token = msgspec.json.decode(file.read_bytes()).get("eos_token") if file.is_file() else None
+    return token.get("content") if isinstance(token, dict) else token

@@ -131,13 +131,13 @@ class RunLedger:
         """See `TokenLedger.check`, also of all policies together; and how often the gateway began a conversation anew,
         by cause."""
         counters = self._store.state()["counters"]
-        found = {f"gateway/{name}": float(n) for name, n in counters.items() if name.startswith("fork_")}
+        metrics = {f"gateway/{name}": float(n) for name, n in counters.items() if name.startswith("fork_")}
         together: Counter[str] = Counter()
         for policy, ledger in self._ledgers.items():
             account = ledger.check(in_flight)
-            found |= named(policy, account)
+            metrics |= named(policy, account)
             together.update(account)
-        return found | dict(together)
+        return metrics | dict(together)
 
 
 def _of_others(recorded: Mapping[str, int], counted: Mapping[str, AttemptTokens]) -> int:

@@ -95,16 +95,16 @@ class InFlight:
         self._rollouts = rollouts
         self._why_not = why_not
         self._most = most
-        asked: int = state["asked"]
+        group_count: int = state["asked"]
         groups: Sequence[tuple[int, int]] = state["groups"]
-        self.asked = asked
+        self.asked = group_count
         self.idle_seconds = 0.0  # in which no rollout was asked for that had not ended, since it was last set to 0
         self._last_end: float | None = None
         self._groups: list[_PendingGroup] = []
-        first = min((place for place, _ in groups), default=asked)
+        first = min((place for place, _ in groups), default=group_count)
         self._tasks = islice(_numbered(batches), first, None)
         versions = dict(groups)
-        again = [(place, *next(self._tasks)) for place in range(first, asked)]
+        again = [(place, *next(self._tasks)) for place in range(first, group_count)]
         for version in sorted(set(versions.values())):
             self._begin([one for one in again if versions.get(one[0]) == version], version)
 
@@ -136,23 +136,23 @@ class InFlight:
 
         Asks for those whose turn it is, before it waits and when it has the batch.
         """
-        found = HandedOver([], [], 0)
+        handed_over = HandedOver([], [], 0)
         self._end(0)
         while True:
-            self._leave_out(found, version)
+            self._leave_out(handed_over, version)
             self.ask(min(self._schedule.before, left), version)
-            taken = self._schedule.take([group.seen() for group in self._groups], version)
-            if taken is None and self._enough(found):
-                taken = [group.seen() for group in self._groups if not group.waiting][: self._schedule.batch]
-            if taken is not None:
+            batch = self._schedule.take([group.seen() for group in self._groups], version)
+            if batch is None and self._enough(handed_over):
+                batch = [group.seen() for group in self._groups if not group.waiting][: self._schedule.batch]
+            if batch is not None:
                 break
             self._end(wait_seconds)
-        places = {group.place for group in taken}
-        found.taken = [group.trajectories for group in self._groups if group.place in places]
+        places = {group.place for group in batch}
+        handed_over.taken = [group.trajectories for group in self._groups if group.place in places]
         self._groups = [group for group in self._groups if group.place not in places]
         self.ask(min(self._schedule.after, left - self._schedule.batch), version)
-        found.queued = sum(not group.waiting for group in self._groups)
-        return found
+        handed_over.queued = sum(not group.waiting for group in self._groups)
+        return handed_over
 
     def cancel(self, wait_seconds: float) -> list[list[Trajectory]]:
         """End all that is in flight, and what a run that was cut off had asked for beyond it; the groups of both, which
@@ -170,15 +170,15 @@ class InFlight:
         ended, self._groups = [group.trajectories for group in self._groups], []
         return ended
 
-    def _enough(self, found: HandedOver) -> bool:
+    def _enough(self, handed_over: HandedOver) -> bool:
         """Whether so many groups have ended for this step that it looks for no more."""
         ended = sum(not group.waiting for group in self._groups)
-        return self._most is not None and len(found.left_out) + ended >= self._most
+        return self._most is not None and len(handed_over.left_out) + ended >= self._most
 
-    def _leave_out(self, found: HandedOver, version: int) -> None:
+    def _leave_out(self, handed_over: HandedOver, version: int) -> None:
         for group in [group for group in self._groups if not group.waiting]:
             if (reason := self._why_not(group.trajectories, version)) is not None:
-                found.left_out.append((group.trajectories, reason))
+                handed_over.left_out.append((group.trajectories, reason))
                 self._groups.remove(group)
 
     def _begin(self, tasks: Sequence[tuple[int, int, tuple[int, Any]]], version: int) -> None:

@@ -96,12 +96,12 @@ class Async(NamedTuple):
 
     def take(self, groups: Sequence[Group], version: int) -> list[Group] | None:
         """The oldest groups that have ended, if those that have not can still be trained in time."""
-        taken = [group for group in groups if group.ended][: self.batch]
-        if len(taken) < self.batch:
+        oldest = [group for group in groups if group.ended][: self.batch]
+        if len(oldest) < self.batch:
             return None
         for steps in range(self.threshold):
             early = version + steps - self.threshold  # asked for at this version: due within so many steps after this
-            left = [group for group in groups if group.version <= early and group not in taken]
-            if len(left) > steps * self.batch and not all(group.ended for group in left):
+            due = [group for group in groups if group.version <= early and group not in oldest]
+            if len(due) > steps * self.batch and not all(group.ended for group in due):
                 return None
-        return taken
+        return oldest
