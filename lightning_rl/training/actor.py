@@ -100,8 +100,8 @@ class Actor(Learner):
         """Per sequence the values of its trained tokens, float32 [K], by the value head."""
         self.onload()
         with self.forward.without_gradient():
-            found = by_sequence(self._micro_batches(sequences), lambda micro: self._valued(self.forward.hidden(micro)))
-            return self.forward.gathered(sequences, found)
+            by_id = by_sequence(self._micro_batches(sequences), lambda micro: self._valued(self.forward.hidden(micro)))
+            return self.forward.gathered(sequences, by_id)
 
     def log_probs(self, sequences: list[TrainingSequence]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
         """Per sequence the log probabilities (nats) of its trained tokens, float32 [K], at their own temperature."""
@@ -140,11 +140,11 @@ class Actor(Learner):
         if self.config.optimizer_offload:
             self.optimizer.offload()
         first = {} if values_alone else {"actor/first_k3_kl": metrics[0]["actor/ppo_k3_kl"]}
-        found = means(metrics)
-        if share := found.get("distillation/taught_share", 0.0):
+        mean_metrics = means(metrics)
+        if share := mean_metrics.get("distillation/taught_share", 0.0):
             # What is told of tokens that have a teacher is a mean over these.
-            found |= {name: found[name] / share for name in _OF_TAUGHT if name in found}
-        return found | first
+            mean_metrics |= {name: mean_metrics[name] / share for name in _OF_TAUGHT if name in mean_metrics}
+        return mean_metrics | first
 
     @torch.no_grad()
     def prepare(self, sequences: list[TrainingSequence]) -> dict[int, Tensor]:
@@ -190,29 +190,29 @@ class Actor(Learner):
             loss = pg_loss
             if self.config.entropy_coeff:
                 loss = loss - self.config.entropy_coeff * (weights * entropies).sum()
-            found = {"actor/pg_loss": pg_loss}
+            shares = {"actor/pg_loss": pg_loss}
             if self.config.kl_loss_coef:
                 reference = self._gather(_known(s, "reference_log_probs") for s in micro)
                 penalty = kl_penalty(log_probs, reference, self.config.kl_loss_type)
-                found["actor/kl_loss"] = (weights * penalty).sum()
-                loss = loss + self.config.kl_loss_coef * found["actor/kl_loss"]
+                shares["actor/kl_loss"] = (weights * penalty).sum()
+                loss = loss + self.config.kl_loss_coef * shares["actor/kl_loss"]
             if self.config.distillation is not None:
                 distilled, of_teacher = self._distillation_loss(self.config.distillation, micro, weights, out, tokens)
                 loss = distilled + (loss if self.config.distillation.use_task_rewards else 0.0)
-                found |= {name: value / trained for name, value in of_teacher.items()}
-                found["distillation/loss"] = distilled.detach()
+                shares |= {name: value / trained for name, value in of_teacher.items()}
+                shares["distillation/loss"] = distilled.detach()
             if out.hidden is not None:
                 value_loss, of_values = self._value_loss(out.hidden, micro, mini)
                 loss = loss + self.config.value_coef * value_loss
-                found |= of_values
+                shares |= of_values
             loss.backward()  # type: ignore[no-untyped-call]
-            found["actor/pg_clipfrac"] = policy.clipped.sum() / trained
-            found["actor/pg_clipfrac_lower"] = policy.clipped_lower.sum() / trained
+            shares["actor/pg_clipfrac"] = policy.clipped.sum() / trained
+            shares["actor/pg_clipfrac_lower"] = policy.clipped_lower.sum() / trained
             gap = log_probs.detach() - tokens.old_log_probs
-            found["actor/ppo_kl"] = -gap.sum() / trained
-            found["actor/ppo_k3_kl"] = (gap.clamp(max=20).expm1() - gap).sum() / trained
-            found["actor/entropy"] = entropies.sum() / trained
-            add_up(sums, found, micro, advice=_ADVICE)
+            shares["actor/ppo_kl"] = -gap.sum() / trained
+            shares["actor/ppo_k3_kl"] = (gap.clamp(max=20).expm1() - gap).sum() / trained
+            shares["actor/entropy"] = entropies.sum() / trained
+            add_up(sums, shares, micro, advice=_ADVICE)
         if first_pass:
             for sequence, own in zip(mini.sequences, self.forward.gathered(mini.sequences, entropies_of), strict=True):
                 sequence.entropies = own  # not brought over from its device yet: that would wait for it
@@ -246,19 +246,19 @@ class Actor(Learner):
         top = self._gather(_of_teacher(s, "teacher_top_log_probs") for s in micro) if options.top else None
         taught = Taught(out.log_probs, teacher, out.candidates, top)
         each = distillation_loss(taught, options)
-        found = {"distillation/abs_loss": each.abs().sum(), "distillation/taught_share": taught.has_teacher.sum()}
+        totals = {"distillation/abs_loss": each.abs().sum(), "distillation/taught_share": taught.has_teacher.sum()}
         if options.use_policy_gradient:
             policy = policy_gradient(taught, each, tokens, options)
             summed = (weights * self._importance(micro) * policy.loss).sum()
-            found["distillation/pg_clipfrac"] = policy.clipped.sum()
+            totals["distillation/pg_clipfrac"] = policy.clipped.sum()
         else:
             summed = (weights * each).sum()
         if top is not None and out.candidates is not None:
-            found["distillation/teacher_mass"] = torch.nan_to_num(top.exp()).sum()
-            found["distillation/student_mass"] = (out.candidates.exp() * taught.has_teacher[:, None]).sum()
+            totals["distillation/teacher_mass"] = torch.nan_to_num(top.exp()).sum()
+            totals["distillation/student_mass"] = (out.candidates.exp() * taught.has_teacher[:, None]).sum()
         coefficient = options.coef(self.optimizer.progress)
-        found["distillation/coef"] = torch.full_like(each.detach(), coefficient).sum()
-        return coefficient * summed, found
+        totals["distillation/coef"] = torch.full_like(each.detach(), coefficient).sum()
+        return coefficient * summed, totals
 
     def _value_loss(
         self, states: Tensor, micro: Sequence[TrainingSequence], mini: MiniBatch
@@ -276,9 +276,9 @@ class Actor(Learner):
         for micro in self._micro_batches(mini.sequences):
             with torch.no_grad():
                 states = self.forward.hidden(micro)
-            loss, found = self._value_loss(states, micro, mini)
+            loss, shares = self._value_loss(states, micro, mini)
             (self.config.value_coef * loss).backward()  # type: ignore[no-untyped-call]
-            add_up(sums, found, micro, advice=_ADVICE)
+            add_up(sums, shares, micro, advice=_ADVICE)
         return self.forward.total(sums) | {f"critic/{name}": value for name, value in self.optimizer.step().items()}
 
     def _order(self, plan: list[MiniBatch]) -> list[MiniBatch]:
@@ -295,10 +295,10 @@ class Actor(Learner):
     def _log_probs(self, sequences: Sequence[TrainingSequence], cut: Iterable[list[TrainingSequence]]) -> list[Tensor]:
         """Log probabilities [K] of the trained tokens of each sequence, computed in the parts `cut`; on the CPU where
         others computed some of them."""
-        found: dict[int, Tensor] = {}
+        by_id: dict[int, Tensor] = {}
         for micro in cut:
-            found |= _by_id(micro, self.forward.log_probs(micro)[0])
-        return self.forward.gathered(sequences, found)
+            by_id |= _by_id(micro, self.forward.log_probs(micro)[0])
+        return self.forward.gathered(sequences, by_id)
 
     def _tokens(
         self,

@@ -69,9 +69,9 @@ class TrainingSequence:
         self.advantages = self.advantages[which]
         self.temperature = self.temperature[which]
         for name in _KNOWN_LATER:
-            known = getattr(self, name)
-            if known is not None:
-                setattr(self, name, known[which])
+            numbers = getattr(self, name)
+            if numbers is not None:
+                setattr(self, name, numbers[which])
 
     def truncate_response(self, max_tokens: int) -> int:
         """Cut off what stands beyond `max_tokens`; how many trained tokens went with it. Of an image that the cut goes
@@ -107,17 +107,17 @@ class TrainingSequence:
         starts = np.asarray(sorted(self.calls.values()), dtype=np.int64)
         names = sorted(self.calls, key=lambda call_id: self.calls[call_id])
         call = np.searchsorted(starts, self.trained, side="right") - 1
-        found, firsts = np.unique(call, return_index=True)  # the trained tokens stand in the order of the row
-        for i, where in zip(found, np.split(np.arange(len(call)), firsts[1:]), strict=True):
+        distinct, firsts = np.unique(call, return_index=True)  # the trained tokens stand in the order of the row
+        for i, where in zip(distinct, np.split(np.arange(len(call)), firsts[1:]), strict=True):
             yield names[i], where, self.trained[where] - starts[i]
 
     def spread(self, of_calls: OfCalls) -> NDArray[np.float32]:
         """Numbers of calls at their trained tokens, float32 [K]; 0 where a call has none."""
-        found = np.zeros(len(self.trained), np.float32)
+        numbers = np.zeros(len(self.trained), np.float32)
         for call_id, where, places in self.trained_by_call():
-            given = of_calls.get(call_id, 0.0)
-            found[where] = given[places] if isinstance(given, np.ndarray) else given
-        return found
+            of_call = of_calls.get(call_id, 0.0)
+            numbers[where] = of_call[places] if isinstance(of_call, np.ndarray) else of_call
+        return numbers
 
 
 def canonical_order(sequences: Sequence[TrainingSequence]) -> NDArray[np.int64]:
@@ -229,12 +229,12 @@ def by_sequence(
 ) -> dict[int, NDArray[np.float32]]:
     """Numbers of trained tokens, float32 [K], by a sequence's `id`; `compute` gives those of a micro-batch of `cut`,
     joined."""
-    found: dict[int, NDArray[np.float32]] = {}
+    by_id: dict[int, NDArray[np.float32]] = {}
     for micro in cut:
         joined: NDArray[np.float32] = compute(micro).float().cpu().numpy()
         ends = np.cumsum([len(sequence.trained) for sequence in micro])[:-1]
-        found.update({id(s): own for s, own in zip(micro, np.split(joined, ends), strict=True)})
-    return found
+        by_id.update({id(s): own for s, own in zip(micro, np.split(joined, ends), strict=True)})
+    return by_id
 
 
 def _starts(call_ids: list[str | None]) -> dict[str, int]:

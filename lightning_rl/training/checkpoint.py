@@ -68,8 +68,8 @@ def save(folder: Path, *, export: Callable[[Path], None], state: dict[str, Any])
         states.write(partial / _STATE, state)
         files = _files(partial)
         with ThreadPoolExecutor() as threads:  # hashing and syncing let go of the GIL
-            found = dict(zip(files, threads.map(_synced, (partial / name for name in files)), strict=True))
-        (partial / _MANIFEST).write_bytes(msgspec.json.encode(Manifest(files=found)))
+            entries = dict(zip(files, threads.map(_synced, (partial / name for name in files)), strict=True))
+        (partial / _MANIFEST).write_bytes(msgspec.json.encode(Manifest(files=entries)))
         _sync(partial / _MANIFEST)
         _put(partial, folder)
     return folder
@@ -113,7 +113,7 @@ def fault(folder: Path) -> str | None:
         return f"{_MANIFEST} was changed"
     with ThreadPoolExecutor() as threads:
         faults = threads.map(lambda named: _fault_of(folder, *named), manifest.files.items())
-        return next((found for found in faults if found is not None), None)
+        return next((reason for reason in faults if reason is not None), None)
 
 
 def load_state(folder: Path) -> dict[str, Any]:
@@ -295,10 +295,10 @@ def _ours_of(checkpoint: Path) -> Callable[[str, list[str]], list[str]]:
 
 
 @contextmanager
-def _explained(what: str, what_to_do: str) -> Iterator[None]:
+def _explained(subject: str, what_to_do: str) -> Iterator[None]:
     try:
         yield
     except Explained:  # such as a worker that died: it says itself what to do
         raise
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{what} cannot be written ({error}); {what_to_do}") from error
+        raise CheckpointError(f"{subject} cannot be written ({error}); {what_to_do}") from error

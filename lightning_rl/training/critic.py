@@ -139,9 +139,9 @@ class Critic(Learner):
         """Add the gradient of one mini-batch's loss to the parameters' `.grad`; its metrics."""
         sums: dict[str, float] = {}
         for micro in self._micro_batches(mini.sequences):
-            loss, found = weighted_value_loss(self._values(micro), micro, mini, clip=self.config.cliprange_value)
+            loss, shares = weighted_value_loss(self._values(micro), micro, mini, clip=self.config.cliprange_value)
             loss.backward()  # type: ignore[no-untyped-call]
-            add_up(sums, found, micro, advice=_ADVICE)
+            add_up(sums, shares, micro, advice=_ADVICE)
         return self.forward.total(sums)
 
     def _optimizer_step(self, mini: MiniBatch) -> dict[str, float]:
@@ -172,17 +172,17 @@ def weighted_value_loss(
         )
     )
     trained = sum(len(s.trained) for s in mini.sequences)
-    found = value_loss(values, old, returns, clip=clip)
-    loss = (weights * found.loss).sum()
+    of_tokens = value_loss(values, old, returns, clip=clip)
+    loss = (weights * of_tokens.loss).sum()
     return loss, {
         "critic/vf_loss": loss.detach(),
-        "critic/vf_clipfrac": found.clipped.sum() / trained,
+        "critic/vf_clipfrac": of_tokens.clipped.sum() / trained,
         "critic/vpred_mean": values.detach().sum() / trained,
     }
 
 
 def _set(sequence: TrainingSequence, name: str) -> NDArray[np.float32]:
-    found: NDArray[np.float32] | None = getattr(sequence, name)
-    if found is None:
+    numbers: NDArray[np.float32] | None = getattr(sequence, name)
+    if numbers is None:
         raise ValueError(f"rollout {sequence.rollout} of the batch has no {name}: compute them before the update")
-    return found
+    return numbers

@@ -130,12 +130,12 @@ class Forward:
         with evaluating(self.model), torch.no_grad():  # not inference mode: what it keeps must stay good for training
             if self._head is not None:
                 self._narrow = self._head_is_narrowable()
-            found = self._found_output_layer()
+            layer_or_reason = self._found_output_layer()
             self.unpacked_because = self._refusal() if packed else "it was not asked for"
-        if isinstance(found, str):
-            self.whole_logits_because = found
+        if isinstance(layer_or_reason, str):
+            self.whole_logits_because = layer_or_reason
         else:
-            self._output_layer = found
+            self._output_layer = layer_or_reason
 
     def micro_batches(
         self, sequences: Sequence[TrainingSequence], *, rows: int | None, tokens: int | None
@@ -195,8 +195,8 @@ class Forward:
         (`candidates`, int64 [K, C]), and the hidden states, in one pass."""
         layout = self._layout(micro)
         states: list[Tensor] | None = [] if with_hidden else None
-        found = self._of_tokens(layout, with_entropy=True, candidates=candidates, kept=states)
-        log_probs, entropies, of_candidates = found
+        of_tokens = self._of_tokens(layout, with_entropy=True, candidates=candidates, kept=states)
+        log_probs, entropies, of_candidates = of_tokens
         assert entropies is not None
         hidden = None if states is None else states[0][self._tensor(layout.which)]
         return Outputs(log_probs, entropies, of_candidates, hidden)
@@ -225,8 +225,8 @@ class Forward:
             targets, temperature = self._tensor(layout.targets), self._tensor(layout.temperature)
             around = self._around(layout, kept)
             return layer.token_log_probs(around, targets, temperature, with_entropy=with_entropy, candidates=candidates)
-        asked = self._asked(layout, self._logits(layout, kept))
-        return token_log_probs(*asked, with_entropy=with_entropy, candidates=candidates)
+        arguments = self._asked(layout, self._logits(layout, kept))
+        return token_log_probs(*arguments, with_entropy=with_entropy, candidates=candidates)
 
     def _layer_by_chunks(self, layout: Layout) -> OutputLayer | None:
         """The output layer, where it is worth running by chunks: all logits at once would be more than one chunk."""
@@ -236,8 +236,8 @@ class Forward:
     def _around(self, layout: Layout, kept: list[Tensor] | None = None) -> Around:
         """The forward pass over a layout, and what of the output layer's input is of the K trained tokens."""
 
-        def states(given: Tensor) -> Tensor:
-            at = given.flatten(0, 1)[self._tensor(layout.at)]
+        def states(inputs: Tensor) -> Tensor:
+            at = inputs.flatten(0, 1)[self._tensor(layout.at)]
             if kept is not None:
                 kept.append(at)
             return at[self._tensor(layout.which)]
@@ -274,16 +274,16 @@ class Forward:
     def _packed(self, micro: Sequence[TrainingSequence], tokens: int, lines: list[Line]) -> _Plan:
         """The rows in `lines`, by mask or by segments, whichever costs less."""
         width, longest = len(stacked(lines)), max(line.tokens for line in lines)
-        found = Sizes(tokens, sum(line.tokens for line in lines), width * longest)
+        counts = Sizes(tokens, sum(line.tokens for line in lines), width * longest)
         masked = cost(width, longest, self._attention)
         if not self.by_segments:
-            return _Plan(lines, True, found, masked)
+            return _Plan(lines, True, counts, masked)
         parts = [size for line in lines for size in sizes(micro, line)]
         if self.by_flex:
-            return _Plan(lines, True, found, found.computed + self._attention * seen_pairs(parts), True)
-        seen = pairs(parts, self.device.type)
-        by_segments = found.computed + self._attention * seen
-        return _Plan(lines, True, found, min(masked, by_segments), by_segments < masked)
+            return _Plan(lines, True, counts, counts.computed + self._attention * seen_pairs(parts), True)
+        visible_pairs = pairs(parts, self.device.type)
+        by_segments = counts.computed + self._attention * visible_pairs
+        return _Plan(lines, True, counts, min(masked, by_segments), by_segments < masked)
 
     def _weights(self) -> tuple[float, ...]:
         """What attention to a whole line is thought to cost when rows are put in lines: by segments also nothing."""
@@ -315,8 +315,8 @@ class Forward:
             return chosen
 
         if not self._narrow:
-            asked: dict[str, Any] = {} if kept is None else {"output_hidden_states": True}
-            whole = self._run(layout, **asked)
+            options: dict[str, Any] = {} if kept is None else {"output_hidden_states": True}
+            whole = self._run(layout, **options)
             if kept is not None:
                 kept.append(whole.hidden_states[-1].flatten(0, 1)[at])
             logits: Tensor = whole.logits
@@ -337,17 +337,17 @@ class Forward:
 
     def _before_head(self, layout: Layout, inputs: dict[str, Any] | None) -> Tensor:
         """What the head is given [B, T, D]; it computes one place, since its own result is not needed."""
-        seen: list[Tensor] = []
+        head_inputs: list[Tensor] = []
 
         def keep(states: Tensor) -> Tensor:
-            seen.append(states)
+            head_inputs.append(states)
             return states[:1, :1]
 
         with self._head_sees(keep):
             self._run(layout, inputs)
-        return seen[0]
+        return head_inputs[0]
 
-    def _run(self, layout: Layout, inputs: dict[str, Any] | None = None, **asked: Any) -> Any:
+    def _run(self, layout: Layout, inputs: dict[str, Any] | None = None, **options: Any) -> Any:
         """The model's output for a layout, whose `inputs` are made where they are not given. No pass goes another way:
         here it sees the rows' images."""
         inputs = self._inputs(layout) if inputs is None else inputs
@@ -357,7 +357,7 @@ class Forward:
             positions, shown = self._vision_of(layout).rows(layout.token_ids.shape[1], layout.images)
             inputs["position_ids"] = positions.to(self.device)
         with self._precision(), self._showing(shown):
-            return self.model(**inputs, **asked)
+            return self.model(**inputs, **options)
 
     def _inputs(self, layout: Layout) -> dict[str, Any]:
         inputs = {"input_ids": self._tensor(layout.token_ids), "use_cache": False}
@@ -441,12 +441,12 @@ class Forward:
         lines = shared_lines(rows, attention=0)
         right = self._states(lay_out(rows, alone(rows), self._pad_id, masked=False))
         try:
-            found = self._states(lay_out(rows, lines, self._pad_id, masked=True))
+            packed_states = self._states(lay_out(rows, lines, self._pad_id, masked=True))
         except _FAILURES as error:
             return f"it takes no mask and positions of ours: {type(error).__name__}: {str(error)[:200]}"
         wrong = self._states(lay_out(rows, lines, self._pad_id, masked=False))
         most = tolerance(self._dtype) * apart(wrong, right)
-        if apart(found, right) > most:
+        if apart(packed_states, right) > most:
             return "packed rows gave other hidden states than rows alone"
         cut = lay_out(rows, lines, self._pad_id, masked=True, segments=True)
         self.by_segments = self._allows_segments(cut, right, most)
@@ -460,10 +460,10 @@ class Forward:
         """Whether the model leaves attention to a mask that knows its tree, and the states are `right`."""
         inputs = self._inputs(layout)
         try:
-            found = self._states(layout, inputs)
+            states = self._states(layout, inputs)
         except _FAILURES:
             return False
-        return inputs["attention_mask"].used > 0 and apart(found, right) <= most
+        return inputs["attention_mask"].used > 0 and apart(states, right) <= most
 
     def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device, non_blocking=True)

@@ -187,9 +187,9 @@ def share_base(model: nn.Module, other: nn.Module) -> None:
 
     Both are what `adapted` gives; nobody trains these weights.
     """
-    theirs = {name: weight for name, weight in other.named_parameters() if not weight.requires_grad}
+    frozen = {name: weight for name, weight in other.named_parameters() if not weight.requires_grad}
     for name, weight in model.named_parameters():
-        same = theirs.get(name)
+        same = frozen.get(name)
         if same is None or weight.requires_grad or (same.dtype, same.device) != (weight.dtype, weight.device):
             continue
         if weight.is_meta:  # others have the weights
@@ -239,14 +239,14 @@ def _load(model: nn.Module, folder: Path) -> None:
     """Raises ValueError where the adapter in `folder` is not one of this model."""
     import peft
 
-    theirs, ours = peft.load_peft_weights(str(folder), device="cpu"), peft.get_peft_model_state_dict(model)
-    odd = sorted(name for name in theirs.keys() | ours.keys() if _shape(theirs, name) != _shape(ours, name))
+    saved, own = peft.load_peft_weights(str(folder), device="cpu"), peft.get_peft_model_state_dict(model)
+    odd = sorted(name for name in saved.keys() | own.keys() if _shape(saved, name) != _shape(own, name))
     if odd:
         raise ValueError(
             f"lora_adapter_path {folder} is not of this model: {len(odd)} of its tensors are missing, unknown or of "
             f"another shape, the first is {odd[0]}"
         )
-    peft.set_peft_model_state_dict(model, theirs)
+    peft.set_peft_model_state_dict(model, saved)
 
 
 def _shape(state: Mapping[str, Tensor], name: str) -> tuple[int, ...] | None:

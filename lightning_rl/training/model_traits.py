@@ -19,8 +19,8 @@ _ATTENTION: Final = {"full_attention", "sliding_attention", "chunked_attention",
 
 def output_embeddings(model: nn.Module) -> nn.Module | None:
     """The layer from hidden states to logits; None: the model is a bare trunk."""
-    found = getattr(model, "get_output_embeddings", lambda: None)()
-    return found if isinstance(found, nn.Module) else None
+    layer = getattr(model, "get_output_embeddings", lambda: None)()
+    return layer if isinstance(layer, nn.Module) else None
 
 
 def text_config(model: nn.Module) -> Any:

@@ -123,9 +123,9 @@ class Optimizer:
         it has this process's part."""
         own = self._optimizer.state_dict()
         groups = [{name: each for name, each in group.items() if name not in _HOW} for group in own["param_groups"]]
-        kept = _each(own["state"], lambda value, _: states.taken_apart(value))
+        of_parameters = _each(own["state"], lambda value, _: states.taken_apart(value))
         return {
-            "optimizer": {"state": kept, "param_groups": groups},
+            "optimizer": {"state": of_parameters, "param_groups": groups},
             "schedule": self._schedule.state_dict(),
             "optimizer_steps": self.steps,
         }
@@ -138,8 +138,8 @@ class Optimizer:
             group | {name: own[name] for name in (*_HOW, *self._configured) if name in own}
             for group, own in zip(states.whole(saved["param_groups"]), here, strict=True)
         ]
-        kept = _each(saved["state"], lambda value, number: _cut(value, self._parameters[number]))
-        self._optimizer.load_state_dict({"state": kept, "param_groups": groups})
+        of_parameters = _each(saved["state"], lambda value, number: _cut(value, self._parameters[number]))
+        self._optimizer.load_state_dict({"state": of_parameters, "param_groups": groups})
         schedule, base = states.whole(state["schedule"]), self._schedule.base_lrs
         lrs = [lr * lr_factor(schedule["last_epoch"], self._config) for lr in base]
         self._schedule.load_state_dict(schedule | {"base_lrs": base, "_last_lr": lrs})
@@ -222,22 +222,22 @@ def _class(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
         raise ValueError(
             f"{config.section}.optimizer={config.optimizer!r} cannot train here: {_CANNOT_STEP[config.optimizer]}"
         )
-    found: type[torch.optim.Optimizer] = kind
-    return found
+    optimizer_class: type[torch.optim.Optimizer] = kind
+    return optimizer_class
 
 
 def _arguments(kind: type[torch.optim.Optimizer], config: OptimizerConfig) -> dict[str, Any]:
     """What `kind` is called with: `betas` and `weight_decay` only where it has them."""
-    known = inspect.signature(kind).parameters
-    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in known.values())
-    names = [name for name in known if name != "params"]
+    parameters = inspect.signature(kind).parameters
+    takes_any = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
+    names = [name for name in parameters if name != "params"]
     if (unknown := sorted(set(config.arguments) - set(names))) and not (takes_any and "params" not in unknown):
         raise ValueError(
             f"{config.section}.override_optimizer_config: {_name(config)} has no {', '.join(unknown)}; "
             f"it takes {', '.join(names)}"
         )
-    given = {"betas": config.betas, "weight_decay": config.weight_decay}
-    own = {name: value for name, value in given.items() if name in names}
+    common = {"betas": config.betas, "weight_decay": config.weight_decay}
+    own = {name: value for name, value in common.items() if name in names}
     return {"lr": config.lr, **own, **config.arguments}
 
 

@@ -130,24 +130,24 @@ def cut(
 
 def sizes(sequences: Sequence[TrainingSequence], line: Line) -> list[Size]:
     """The segments of a line, before it is laid out."""
-    found: list[Size] = []
+    segments: list[Size] = []
     path: list[tuple[int, int, bool]] = []  # where each branch of the present row begins and ends; whether it has forks
     for number, shared in zip(line.rows, line.shared, strict=True):
         length = len(sequences[number])
         while path and path[-1][0] >= shared:
             begin, end, _ = path.pop()
-            found.append(Size(begin, end - begin))
+            segments.append(Size(begin, end - begin))
         if path:
             begin, end, forked = path[-1]
             if shared == end and not forked:  # the row before it goes on
                 path[-1] = begin, length, False
                 continue
             if shared < end:
-                found.append(Size(shared, end - shared))
+                segments.append(Size(shared, end - shared))
             path[-1] = begin, shared, True
         if shared < length:
             path.append((shared, length, False))
-    return found + [Size(begin, end - begin) for begin, end, _ in path]
+    return segments + [Size(begin, end - begin) for begin, end, _ in path]
 
 
 def lay_out(
@@ -160,7 +160,7 @@ def lay_out(
     position_ids = np.zeros(shape, dtype=np.int64)
     end = np.broadcast_to(np.arange(1, shape[1] + 1), shape).copy()  # padding sees itself
     at: list[Ints] = [np.empty(0, np.int64)] * len(sequences)
-    found: list[Segment] = []
+    all_segments: list[Segment] = []
     for row, numbers in enumerate(rows):
         start = 0
         for number in numbers:
@@ -171,7 +171,7 @@ def lay_out(
                 at[own] = row * shape[1] + path[sequences[own].trained - 1]
             start += line.tokens
         if segments:
-            found += _segments(end[row, :start], row * shape[1])
+            all_segments += _segments(end[row, :start], row * shape[1])
     places, which = np.unique(np.concatenate(at), return_inverse=True)
     return Layout(
         token_ids=token_ids,
@@ -183,7 +183,7 @@ def lay_out(
         temperature=np.concatenate([s.temperature for s in sequences]),
         distinct=sum(line.tokens for line in lines),
         masked=masked,
-        segments=found,
+        segments=all_segments,
         images=[s.images for s in sequences],
     )
 
@@ -236,7 +236,7 @@ def _common(a: Ints, b: Ints) -> int:
 
 def _place(room: list[int], tokens: int) -> int:
     """The first place with room for `tokens`; a new one where there is none."""
-    return next((place for place, left in enumerate(room) if left >= tokens), len(room))
+    return next((place for place, free in enumerate(room) if free >= tokens), len(room))
 
 
 def _first(waiting: list[Line], rows: int | None, tokens: int | None) -> int:
@@ -244,12 +244,12 @@ def _first(waiting: list[Line], rows: int | None, tokens: int | None) -> int:
     longest = waiting[0].tokens
     room: list[int] = []
     held = 0
-    for taken, line in enumerate(waiting):
+    for count, line in enumerate(waiting):
         held += len(line.rows)
         place = _place(room, line.tokens)
         if place == len(room):
             room.append(longest)
         room[place] -= line.tokens
-        if taken and ((rows is not None and held > rows) or (tokens is not None and len(room) * longest > tokens)):
-            return taken
+        if count and ((rows is not None and held > rows) or (tokens is not None and len(room) * longest > tokens)):
+            return count
     return len(waiting)

@@ -11,18 +11,18 @@ def get_left_padded_ids_and_attention_mask(
     ids: Sequence[int], max_length: int, pad_token_id: int
 ) -> tuple[list[int], list[int]]:
     """The last `max_length` ids with padding before them, and their mask (1 real, 0 pad); both of that length."""
-    kept = list(ids)[max(len(ids) - _checked(max_length), 0) :]
-    padding = max_length - len(kept)
-    return [pad_token_id] * padding + kept, [0] * padding + [1] * len(kept)
+    tail = list(ids)[max(len(ids) - _checked(max_length), 0) :]
+    padding = max_length - len(tail)
+    return [pad_token_id] * padding + tail, [0] * padding + [1] * len(tail)
 
 
 def get_right_padded_ids_and_attention_mask(
     ids: Sequence[int], max_length: int, pad_token_id: int
 ) -> tuple[list[int], list[int]]:
     """The first `max_length` ids with padding after them, and their mask (1 real, 0 pad); both of that length."""
-    kept = list(ids)[: _checked(max_length)]
-    padding = max_length - len(kept)
-    return kept + [pad_token_id] * padding, [1] * len(kept) + [0] * padding
+    head = list(ids)[: _checked(max_length)]
+    padding = max_length - len(head)
+    return head + [pad_token_id] * padding, [1] * len(head) + [0] * padding
 
 
 def _checked(max_length: int) -> int:

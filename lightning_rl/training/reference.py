@@ -80,5 +80,5 @@ def _log_probs(
         return forward.log_probs(list(micro))[0]
 
     with forward.without_gradient():
-        found = by_sequence(forward.micro_batches(sequences, rows=rows, tokens=tokens), compute)
-        return forward.gathered(sequences, found)
+        by_id = by_sequence(forward.micro_batches(sequences, rows=rows, tokens=tokens), compute)
+        return forward.gathered(sequences, by_id)

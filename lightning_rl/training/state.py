@@ -263,10 +263,10 @@ class _Reader(FileSystemReader):
 class _Descriptions(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module in (*_DESCRIPTIONS, "torch") or (module, name) in _NAMES:
-            found = getattr(importlib.import_module(module), name, None)
-            is_data = isinstance(found, type) and (dataclasses.is_dataclass(found) or issubclass(found, Enum))
-            if (module, name) in _NAMES or (is_data if module in _DESCRIPTIONS else isinstance(found, torch.dtype)):
-                return found
+            value = getattr(importlib.import_module(module), name, None)
+            is_data = isinstance(value, type) and (dataclasses.is_dataclass(value) or issubclass(value, Enum))
+            if (module, name) in _NAMES or (is_data if module in _DESCRIPTIONS else isinstance(value, torch.dtype)):
+                return value
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no description of tensors needs")
 
 

@@ -104,8 +104,8 @@ def put_taught(
         _put_nothing(sequence, top)
     for sequence, where, row in rows:
         for name in OF_TEACHER:
-            if (given := getattr(row, name)) is not None:
-                getattr(sequence, name)[where] = given
+            if (values := getattr(row, name)) is not None:
+                getattr(sequence, name)[where] = values
 
 
 def _put_nothing(sequence: TrainingSequence, top: int) -> None:
@@ -196,7 +196,7 @@ def _score(
     vocabulary: int | None,
 ) -> list[Scores]:
     """What a model says of the trained tokens of sequences, computed in the parts `cut`."""
-    found: dict[int, Scores] = {}
+    by_id: dict[int, Scores] = {}
     with forward.without_gradient():
         for micro in cut:
             sizes = [len(sequence.trained) for sequence in micro]
@@ -204,8 +204,8 @@ def _score(
                 forward.top_log_probs(micro, top, vocabulary) if top else forward.log_probs(micro)[:1]
             )
             split = zip(*(torch.split(part.cpu(), sizes) for part in parts), strict=True)
-            found |= {id(s): _scores(*own) for s, own in zip(micro, split, strict=True)}
-        return forward.gathered(sequences, found)
+            by_id |= {id(s): _scores(*own) for s, own in zip(micro, split, strict=True)}
+        return forward.gathered(sequences, by_id)
 
 
 def _scores(log_probs: torch.Tensor, *of_top: torch.Tensor) -> Scores:
@@ -261,15 +261,15 @@ class ServedTeacher:
         for sequence in sequences:
             if why := _cannot(sequence):
                 raise TeacherRefused(f"teacher {self._name}: rollout {sequence.rollout} of the batch {why}")
-        asked = []
+        pending = []
         for sequence in sequences:
             _, begun = self._begun.pop(_row(sequence, top), (0, None))
-            asked.append(begun or self._submit(sequence, top))
+            pending.append(begun or self._submit(sequence, top))
         self._batches += 1
         self._begun = {row: (batch, of) for row, (batch, of) in self._begun.items() if batch + _KEPT > self._batches}
-        found = [each.result() for each in asked]
-        self.skipped += sum(len(each.log_probs) > 0 and bool(np.isnan(each.log_probs).all()) for each in found)
-        return found
+        scores = [each.result() for each in pending]
+        self.skipped += sum(len(each.log_probs) > 0 and bool(np.isnan(each.log_probs).all()) for each in scores)
+        return scores
 
     def close(self) -> None:
         """Wait for no server any more."""
@@ -289,12 +289,12 @@ class ServedTeacher:
         for server in self._servers:
             for text, token_ids in probe:
                 try:
-                    found = server.tokenize(text)
+                    ids = server.tokenize(text)
                 except (KeyError, TypeError) as error:
                     raise self._refused(server, f"the tokens of a text ({type(error).__name__}: {error})") from error
-                if found != token_ids:
+                if ids != token_ids:
                     raise TeacherRefused(
-                        f"teacher {self._name}: the server at {server.url} writes {text!r} as the tokens {found}, and "
+                        f"teacher {self._name}: the server at {server.url} writes {text!r} as the tokens {ids}, and "
                         f"the policy as {token_ids}: a teacher of another tokenizer cannot score the policy's tokens. "
                         "Take one with the same tokenizer, or let the policy learn from its answers as text, by "
                         "supervised training (sft.teacher; docs/sft.md)"
@@ -302,7 +302,7 @@ class ServedTeacher:
 
     def _score(self, server: Control | Scorer, sequence: TrainingSequence, top: int) -> Scores:
         try:
-            given = self._asked(server, sequence.token_ids.tolist(), top)
+            entries = self._asked(server, sequence.token_ids.tolist(), top)
         except (VllmRefused, ScoresRefused) as error:
             of_vllm = "--max-model-len of at least one token more, and --max-logprobs of at least so many"
             error.add_note(
@@ -310,12 +310,12 @@ class ServedTeacher:
                 f"the server needs {of_vllm if isinstance(error, VllmRefused) else '--context-length for them'}"
             )
             raise
-        if given is None:
+        if entries is None:
             return _nothing(len(sequence.trained), top)
-        if len(given) != len(sequence):
-            raise self._refused(server, f"log probabilities of {len(sequence)} tokens, and it told of {len(given)}")
+        if len(entries) != len(sequence):
+            raise self._refused(server, f"log probabilities of {len(sequence)} tokens, and it told of {len(entries)}")
         try:
-            scored = [_entry(given[place], int(sequence.token_ids[place]), top) for place in sequence.trained]
+            scored = [_entry(entries[place], int(sequence.token_ids[place]), top) for place in sequence.trained]
         except msgspec.ValidationError as error:
             raise self._refused(server, f"log probabilities of a prompt's tokens ({error})") from error
         log_probs = np.asarray([own for own, *_ in scored], np.float32)
@@ -329,24 +329,25 @@ class ServedTeacher:
             )
         return Scores(log_probs, ids, np.asarray([likely for *_, likely in scored], np.float32).reshape(-1, top))
 
-    def _refused(self, server: Control | Scorer, what: str) -> TeacherRefused:
+    def _refused(self, server: Control | Scorer, question: str) -> TeacherRefused:
         return TeacherRefused(
-            f"teacher {self._name}: the server at {server.url} did not answer what it was asked: {what}. Is it vLLM or "
-            "SGLang of a version that docs/engines.md names, reached without anything between that changes answers?"
+            f"teacher {self._name}: the server at {server.url} did not answer what it was asked: {question}. Is it "
+            "vLLM or SGLang of a version that docs/engines.md names, reached without anything between that changes "
+            "answers?"
         )
 
     def _asked(self, server: Control | Scorer, token_ids: list[int], top: int) -> list[dict[str, Any]] | None:
         """What a server says; None where it is away and nobody waits for it."""
         while True:
             try:
-                given = server.score(token_ids, top)
+                entries = server.score(token_ids, top)
             except (Unreached, VllmRefused, ScoresRefused) as error:
                 if not _is_away(error):
                     raise
                 if server.url not in self._away:
                     self._away.add(server.url)
-                    what = "the step waits for it" if self._when_away == "wait" else "the step goes on without it"
-                    _log.warning("teacher %s: %s; %s (distillation.when_away)", self._name, error, what)
+                    effect = "the step waits for it" if self._when_away == "wait" else "the step goes on without it"
+                    _log.warning("teacher %s: %s; %s (distillation.when_away)", self._name, error, effect)
                 if self._when_away == "skip":
                     return None
                 if self._closed.wait(_AWAY_SECONDS):
@@ -355,7 +356,7 @@ class ServedTeacher:
                 if server.url in self._away:
                     self._away.discard(server.url)
                     _log.warning("teacher %s: the server at %s answers again", self._name, server.url)
-                return given
+                return entries
 
 
 def _row(sequence: TrainingSequence, top: int) -> tuple[bytes, bytes, int]:
@@ -392,14 +393,16 @@ class _ScoredToken(msgspec.Struct):
     rank: int
 
 
-def _entry(given: Mapping[str, Any], token_id: int, top: int) -> tuple[float, list[int], list[float]]:
+def _entry(entry: Mapping[str, Any], token_id: int, top: int) -> tuple[float, list[int], list[float]]:
     """Of one place of a prompt: the log probability of its token, and the `top` most likely ones, by rank. Raises
     msgspec.ValidationError where it has not both."""
-    said = msgspec.convert(given, dict[int, _ScoredToken], strict=False)
-    ranked = sorted(said.items(), key=lambda item: item[1].rank)[:top]
-    if token_id not in said or len(ranked) < top:
-        raise msgspec.ValidationError(f"of token {token_id} and the {top} most likely ones it told of {sorted(said)}")
-    return said[token_id].logprob, [each for each, _ in ranked], [one.logprob for _, one in ranked]
+    by_token = msgspec.convert(entry, dict[int, _ScoredToken], strict=False)
+    ranked = sorted(by_token.items(), key=lambda item: item[1].rank)[:top]
+    if token_id not in by_token or len(ranked) < top:
+        raise msgspec.ValidationError(
+            f"of token {token_id} and the {top} most likely ones it told of {sorted(by_token)}"
+        )
+    return by_token[token_id].logprob, [each for each, _ in ranked], [one.logprob for _, one in ranked]
 
 
 def _is_away(error: Unreached | VllmRefused | ScoresRefused) -> bool:

@@ -69,8 +69,8 @@ class WorkerGroup:
         with self.alone:  # in another order on one of them than on the others they would wait for ever
             if self._failed:
                 raise WorkerDied(f"the workers of {self.name} have failed before: resume the run")
-            given = self._ray.put((args, options))
-            return self._answers([worker.ask.remote(part, method, given) for worker in self._workers])[0]
+            arguments = self._ray.put((args, options))
+            return self._answers([worker.ask.remote(part, method, arguments) for worker in self._workers])[0]
 
     def close(self) -> None:
         """End the workers, and give back their room."""
@@ -80,41 +80,41 @@ class WorkerGroup:
         if self._ours:
             rooms.give_back(self._room)
 
-    def _answers(self, asked: list[Any]) -> list[Any]:
+    def _answers(self, answers: list[Any]) -> list[Any]:
         """Wait for all; the first failure ends the waiting."""
-        waiting = list(asked)
+        waiting = list(answers)
         while waiting:
             [done], waiting = self._ray.wait(waiting, num_returns=1)
             if failure := self._failure(done):
                 self._failed = True
-                raise self._died(asked, failure) or failure
-        return list(self._ray.get(asked))
+                raise self._died(answers, failure) or failure
+        return list(self._ray.get(answers))
 
-    def _failure(self, asked: Any) -> Exception | None:
+    def _failure(self, answer: Any) -> Exception | None:
         try:
-            self._ray.get(asked)
+            self._ray.get(answer)
         except self._ray.exceptions.RayTaskError as error:
             cause: Exception = error.cause
             cause.add_note(f"Where it was raised, in a worker of {self.name}:\n{error}")
             return cause
         except self._ray.exceptions.RayError as error:
-            gone: Exception = error
-            return gone
+            failure: Exception = error
+            return failure
         return None
 
-    def _died(self, asked: list[Any], failure: Exception) -> WorkerDied | None:
+    def _died(self, answers: list[Any], failure: Exception) -> WorkerDied | None:
         """The error of a worker that is gone, where one is. The others fail of its silence, and may be faster."""
         until = time.monotonic() + _LAST_WORDS_SECONDS
-        for rank, one in enumerate(asked):
+        for rank, one in enumerate(answers):
             ready, _ = self._ray.wait([one], timeout=max(0.0, until - time.monotonic()))
-            found = self._failure(one) if ready else None
-            if isinstance(found, self._ray.exceptions.RayError):
+            error = self._failure(one) if ready else None
+            if isinstance(error, self._ray.exceptions.RayError):
                 process = f" (process {self.pids[rank]})" if self.pids else ""
                 died = WorkerDied(
-                    f"worker {rank} of {self.size} that trains {self.name} is gone{process}: {_first_line(found)}; the "
+                    f"worker {rank} of {self.size} that trains {self.name} is gone{process}: {_first_line(error)}; the "
                     "run goes on from its last checkpoint when it is resumed (trainer.max_restarts does so by itself)"
                 )
-                died.__cause__ = found
+                died.__cause__ = error
                 return died
         return None
 

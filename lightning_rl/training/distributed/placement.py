@@ -44,11 +44,11 @@ class Placement:
             return f"Ray places {len(self.trainer)} training processes, a GPU each{engines}"
         named = [str(each) for each in range(len(names))] != list(names)
         shown = f" of CUDA_VISIBLE_DEVICES={','.join(names)}" if named else ""
-        said = f"training on {_gpus(self.trainer)}"
+        text = f"training on {_gpus(self.trainer)}"
         if self.engines:
             servers = "; ".join(_gpus(each) for each in self.engines)
-            said += f", vLLM on {servers}" + (" (shared)" if self.shared else "")
-        return said + shown
+            text += f", vLLM on {servers}" + (" (shared)" if self.shared else "")
+        return text + shown
 
 
 def place(config: Config, gpus: int, groups: int = 1) -> Placement:
@@ -64,7 +64,7 @@ def place(config: Config, gpus: int, groups: int = 1) -> Placement:
     starts = rollout.name == "vllm" and not rollout.server_urls
     wanted, size = trainer.workers * groups, rollout.tensor_model_parallel_size
     needed = size * rollout.data_parallel_size if starts else 0
-    asked = rollout.devices
+    devices = rollout.devices
     check_keys(config, groups)
     if sends_from_a_gpu_of_its_own(config):
         gpus -= 1
@@ -74,40 +74,40 @@ def place(config: Config, gpus: int, groups: int = 1) -> Placement:
             f"trainer.n_gpus_per_node={trainer.per_node}{f' x {groups} groups of models' * (groups > 1)}), and there "
             f"{_are(gpus)}: lower these, or show the run more GPUs (CUDA_VISIBLE_DEVICES)"
         )
-    everything, listed = range(gpus), asked if isinstance(asked, list) else []
-    for key, given in ((_TRAINER, trainer.devices or []), (_ENGINES, listed)):
-        if beyond := [gpu for gpu in given if gpu >= gpus]:
-            raise ConfigError(f"{key}={given}: there is no GPU {beyond[0]}, there {_are(gpus)}, counted from 0")
-    left = [gpu for gpu in everything if gpu not in listed]
-    if trainer.devices is None and len(left) < wanted:
+    everything, listed = range(gpus), devices if isinstance(devices, list) else []
+    for key, indices in ((_TRAINER, trainer.devices or []), (_ENGINES, listed)):
+        if beyond := [gpu for gpu in indices if gpu >= gpus]:
+            raise ConfigError(f"{key}={indices}: there is no GPU {beyond[0]}, there {_are(gpus)}, counted from 0")
+    rest = [gpu for gpu in everything if gpu not in listed]
+    if trainer.devices is None and len(rest) < wanted:
         raise ConfigError(
-            f"{_ENGINES}={listed} leaves {len(left)} of {gpus} GPUs to {wanted} processes that train: take fewer, or "
+            f"{_ENGINES}={listed} leaves {len(rest)} of {gpus} GPUs to {wanted} processes that train: take fewer, or "
             f"{_ENGINES}=colocated to share them"
         )
-    own = trainer.devices or left[:wanted]
+    own = trainer.devices or rest[:wanted]
     others = [gpu for gpu in everything if gpu not in own]
     if not needed:
         return Placement(tuple(own), (), by_ray(config))
     takes_turns = rollout.weight_transfer == "ipc" or rollout.free_cache_engine is True
     if listed:
         chosen = listed
-    elif asked == "colocated" or (asked is None and (takes_turns or len(others) < needed)):
+    elif devices == "colocated" or (devices is None and (takes_turns or len(others) < needed)):
         chosen = [*own, *others][:needed]
     else:
         chosen = others[:needed]
     if len(chosen) < needed:
-        free = f"{len(others)} of {gpus} GPUs are not the trainer's" if asked == "apart" else f"there {_are(gpus)}"
+        free = f"{len(others)} of {gpus} GPUs are not the trainer's" if devices == "apart" else f"there {_are(gpus)}"
         raise ConfigError(
             f"{rollout.data_parallel_size} vLLM servers with {size} GPUs each (actor_rollout_ref.rollout."
             f"data_parallel_size x tensor_model_parallel_size) need {needed}, and {free}: lower these"
-            + (f", or set {_ENGINES}=colocated" if asked == "apart" else "")
+            + (f", or set {_ENGINES}=colocated" if devices == "apart" else "")
         )
     servers = tuple(tuple(chosen[first : first + size]) for first in range(0, needed, size))
     if by_ray(config) and set(chosen) & set(own):
         _check_machines(config)
-    found = Placement(tuple(own), servers, by_ray(config))
-    _check_transfer(config, found)
-    return found
+    placement = Placement(tuple(own), servers, by_ray(config))
+    _check_transfer(config, placement)
+    return placement
 
 
 def check_keys(config: Config, groups: int | None = None) -> None:
@@ -120,21 +120,21 @@ def check_keys(config: Config, groups: int | None = None) -> None:
     wanted = trainer.workers * (groups or 1)
     listed = rollout.devices if isinstance(rollout.devices, list) else None
     needed = rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    for key, given, count, why in (
+    for key, indices, count, why in (
         (_TRAINER, trainer.devices, wanted, f"{wanted} processes train, a GPU each"),
         (_ENGINES, listed, needed, "data_parallel_size x tensor_model_parallel_size"),
     ):
-        if given is None:
+        if indices is None:
             continue
         if by_ray(config):
             raise ConfigError(
-                f"{key}={given} names GPUs of one machine, and on a Ray cluster Ray picks them: leave it out"
+                f"{key}={indices} names GPUs of one machine, and on a Ray cluster Ray picks them: leave it out"
                 + (", or say colocated or apart" if key == _ENGINES else "")
             )
-        if len(set(given)) < len(given):
-            raise ConfigError(f"{key}={given} names a GPU twice")
-        if len(given) != count and (groups is not None if key == _TRAINER else starts):
-            raise ConfigError(f"{key}={given} names {len(given)} GPUs, and {count} are needed: {why}")
+        if len(set(indices)) < len(indices):
+            raise ConfigError(f"{key}={indices} names a GPU twice")
+        if len(indices) != count and (groups is not None if key == _TRAINER else starts):
+            raise ConfigError(f"{key}={indices} names {len(indices)} GPUs, and {count} are needed: {why}")
     if rollout.devices is not None and not starts:
         raise ConfigError(
             f"{_ENGINES}={rollout.devices} is for vLLM's servers that a run starts: the embedded engine is on the "
@@ -162,10 +162,10 @@ def sends_from_a_gpu_of_its_own(config: Config) -> bool:
 def sleeps(config: Config, placement: Placement) -> bool:
     """Whether the servers leave their GPUs to the trainer while it computes: null means, where they share some and
     nothing is sampled meanwhile."""
-    asked = config.actor_rollout_ref.rollout.free_cache_engine
-    if asked is None:
+    frees_cache = config.actor_rollout_ref.rollout.free_cache_engine
+    if frees_cache is None:
         return placement.shared and config.trainer.schedule == "sync"
-    return asked and (placement.shared or bool(config.actor_rollout_ref.rollout.server_urls))
+    return frees_cache and (placement.shared or bool(config.actor_rollout_ref.rollout.server_urls))
 
 
 def _check_machines(config: Config) -> None:
@@ -179,22 +179,22 @@ def _check_machines(config: Config) -> None:
         )
 
 
-def _check_transfer(config: Config, found: Placement) -> None:
+def _check_transfer(config: Config, placement: Placement) -> None:
     key = "actor_rollout_ref.rollout.weight_transfer"
     way = config.actor_rollout_ref.rollout.weight_transfer
-    if way == "ipc" and found.by_ray:
+    if way == "ipc" and placement.by_ray:
         raise ConfigError(
             f"{key}=ipc is for one machine, and on a Ray cluster servers are on others: take file or nccl"
         )
-    if way == "ipc" and set(found.of_engines) != {found.trainer[0]}:
+    if way == "ipc" and set(placement.of_engines) != {placement.trainer[0]}:
         raise ConfigError(
-            f"{key}=ipc hands over memory of one GPU, the trainer's ({found.trainer[0]}), and vLLM is on "
-            f"{_gpus(found.of_engines)}: set {_ENGINES}=colocated with one server of one GPU, or {key}=nccl or file"
+            f"{key}=ipc hands over memory of one GPU, the trainer's ({placement.trainer[0]}), and vLLM is on "
+            f"{_gpus(placement.of_engines)}: set {_ENGINES}=colocated with one server of one GPU, or {key}=nccl or file"
         )
-    if way == "nccl" and not found.by_ray and found.trainer[0] in found.of_engines:
+    if way == "nccl" and not placement.by_ray and placement.trainer[0] in placement.of_engines:
         raise ConfigError(
-            f"{key}=nccl goes between GPUs, and {found.trainer[0]} is the trainer's and vLLM's: set {_ENGINES}=apart "
-            f"with GPUs enough, or {key}=ipc or file"
+            f"{key}=nccl goes between GPUs, and {placement.trainer[0]} is the trainer's and vLLM's: set "
+            f"{_ENGINES}=apart with GPUs enough, or {key}=ipc or file"
         )
 
 

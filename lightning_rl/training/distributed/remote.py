@@ -22,20 +22,20 @@ class RemoteActor(Planner):
 
     def log_probs(self, sequences: list[TrainingSequence]) -> OfTokens:
         """Per sequence the log probabilities (nats) of its trained tokens, float32 [K]."""
-        found: OfTokens = self._group.ask("actor", "log_probs", sequences)
-        return found
+        of_sequences: OfTokens = self._group.ask("actor", "log_probs", sequences)
+        return of_sequences
 
     def values(self, sequences: list[TrainingSequence]) -> OfTokens:
         """Per sequence the values of its trained tokens, float32 [K], by the value head."""
-        found: OfTokens = self._group.ask("actor", "values", sequences)
-        return found
+        of_sequences: OfTokens = self._group.ask("actor", "values", sequences)
+        return of_sequences
 
     def update(self, plan: list[MiniBatch], *, values_alone: bool = False) -> dict[str, float]:
         """One PPO update; its metrics are those of the whole batch. The plan's sequences get their `entropies`, and
         their `old_log_probs` where the update finds these."""
         metrics: dict[str, float]
-        metrics, found = self._group.ask(None, "update_actor", plan, values_alone=values_alone)
-        for sequence, (entropies, old) in zip(sequences_of(plan), found, strict=True):
+        metrics, of_sequences = self._group.ask(None, "update_actor", plan, values_alone=values_alone)
+        for sequence, (entropies, old) in zip(sequences_of(plan), of_sequences, strict=True):
             sequence.entropies, sequence.old_log_probs = entropies, old
         return metrics
 
@@ -57,13 +57,13 @@ class RemoteCritic(Planner):
 
     def values(self, sequences: list[TrainingSequence]) -> OfTokens:
         """Per sequence the values of its trained tokens, float32 [K]."""
-        found: OfTokens = self._group.ask("critic", "values", sequences)
-        return found
+        of_sequences: OfTokens = self._group.ask("critic", "values", sequences)
+        return of_sequences
 
     def update(self, plan: list[MiniBatch]) -> dict[str, float]:
         """One update; its metrics are those of the whole batch."""
-        found: dict[str, float] = self._group.ask("critic", "update", plan)
-        return found
+        metrics: dict[str, float] = self._group.ask("critic", "update", plan)
+        return metrics
 
 
 class RemoteTeacher:
@@ -74,8 +74,8 @@ class RemoteTeacher:
 
     def score(self, sequences: list[TrainingSequence], top: int) -> list[Scores]:
         """Per sequence what is said of its trained tokens."""
-        found: list[Scores] = self._group.ask(None, "teacher_scores", self._name, sequences, top)
-        return found
+        scores: list[Scores] = self._group.ask(None, "teacher_scores", self._name, sequences, top)
+        return scores
 
 
 class RemoteReference:
@@ -86,5 +86,5 @@ class RemoteReference:
 
     def log_probs(self, sequences: list[TrainingSequence]) -> OfTokens:
         """Per sequence the log probabilities (nats) of its trained tokens, float32 [K]."""
-        found: OfTokens = self._group.ask("reference", "log_probs", sequences)
-        return found
+        of_sequences: OfTokens = self._group.ask("reference", "log_probs", sequences)
+        return of_sequences

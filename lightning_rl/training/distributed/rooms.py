@@ -44,12 +44,12 @@ def of_workers(name: str, nodes: int, per_node: int, gpus: int, servers: int = 0
         gpus: of each process, 1 or 0.
     """
     bundle = {"CPU": per_node + servers} | ({"GPU": per_node} if gpus else {})
-    what = f"the workers of {name} find on trainer.nnodes={nodes} machines"
+    subject = f"the workers of {name} find on trainer.nnodes={nodes} machines"
     advice = (
         "lower trainer.n_gpus_per_node or trainer.nnodes, or let runners hold fewer CPUs, where they are actors of the "
         "same Ray (actor_rollout_ref.rollout.agent.ray.num_actors)"
     )
-    return reserve([bundle] * nodes, "STRICT_SPREAD", what, advice)
+    return reserve([bundle] * nodes, "STRICT_SPREAD", subject, advice)
 
 
 def apart(servers: int, size: int) -> list[Seat]:
@@ -74,8 +74,8 @@ def here() -> tuple[Any, str]:
     import ray
 
     node = f"node:{ray.util.get_node_ip_address()}"  # type: ignore[no-untyped-call]
-    what = "the trainer's process, which sends weights from a GPU of its own machine, finds"
-    room = reserve([{"GPU": 1, node: 0.001}], "PACK", what, "take actor_rollout_ref.rollout.weight_transfer=file")
+    subject = "the trainer's process, which sends weights from a GPU of its own machine, finds"
+    room = reserve([{"GPU": 1, node: 0.001}], "PACK", subject, "take actor_rollout_ref.rollout.weight_transfer=file")
     [gpu] = _gpus_of(room, 0, 1)
     return room, gpu
 
@@ -98,13 +98,13 @@ def _gpus_of(room: Any, bundle: int, count: int) -> tuple[str, ...]:
     """The GPUs of a bundle, asked by an actor that has all of them for a moment."""
     import ray
 
-    asked: Any = ray.remote(_DeviceReport)
-    made = asked.options(num_cpus=0, num_gpus=count, scheduling_strategy=scheduled(room, bundle)).remote()
+    actor_class: Any = ray.remote(_DeviceReport)
+    made = actor_class.options(num_cpus=0, num_gpus=count, scheduling_strategy=scheduled(room, bundle)).remote()
     try:
-        found: list[Any] = ray.get(made.gpus.remote())
+        gpus: list[Any] = ray.get(made.gpus.remote())
     finally:
         ray.kill(made)
-    return tuple(map(str, found))
+    return tuple(map(str, gpus))
 
 
 class _DeviceReport:

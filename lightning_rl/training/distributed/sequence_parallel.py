@@ -108,9 +108,9 @@ class SequenceParallelForward(ShardedForward):
     def _own_parts(self, micro: Sequence[TrainingSequence]) -> list[SequencePart]:
         whole = super()._layout(micro)
         length = whole.token_ids.shape[1]
-        kept = (whole.at % length // self._width(length) == self._rank)[whole.which]
+        is_own = (whole.at % length // self._width(length) == self._rank)[whole.which]
         ends = np.cumsum([len(sequence.trained) for sequence in micro])[:-1]
-        return [_part(sequence, own) for sequence, own in zip(micro, np.split(kept, ends), strict=True)]
+        return [_part(sequence, own) for sequence, own in zip(micro, np.split(is_own, ends), strict=True)]
 
     def _layout(self, micro: Sequence[TrainingSequence]) -> Layout:
         """This worker's columns of it; `end` and `segments` stay whole, as attention needs them."""
@@ -162,9 +162,9 @@ class SequenceParallelForward(ShardedForward):
         right = torch.split(self._states(layout), [len(row.trained) for row in rows])
         self._split = True
         parts = self._own_parts(rows)
-        kept = [state[torch.from_numpy(part.kept)] for state, part in zip(right, parts, strict=True)]
-        found = self._states(self._layout(parts))
-        wrong = torch.tensor(apart(found, torch.cat(kept)) > tolerance(self._dtype) * apart(torch.cat(right)))
+        expected = [state[torch.from_numpy(part.kept)] for state, part in zip(right, parts, strict=True)]
+        actual = self._states(self._layout(parts))
+        wrong = torch.tensor(apart(actual, torch.cat(expected)) > tolerance(self._dtype) * apart(torch.cat(right)))
         dist.all_reduce(counted := wrong.int(), dist.ReduceOp.MAX, group=self._talk)
         if counted.item():
             raise CannotBeSplit(
@@ -225,8 +225,8 @@ class ExchangingMask(AttentionMask):
             key, value = (states.repeat_interleave(heads // key.shape[1], 1) for states in (key, value))
         q, k, v = (_exchange(states, group, 1, 2) for states in (query, key, value))
         options["enable_gqa"] = q.shape[1] != k.shape[1]
-        found = scaled_dot_product_attention(q, k, v, whole, dropout_p, whole is None, **options)
-        return _exchange(found, group, 2, 1)
+        attended = scaled_dot_product_attention(q, k, v, whole, dropout_p, whole is None, **options)
+        return _exchange(attended, group, 2, 1)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -246,10 +246,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, group: dist.ProcessGroup, cut: int, joined: int) -> Tensor:
         ctx.of = group, cut, joined
-        given = torch.stack(states.chunk(group.size(), cut))
-        taken = torch.empty_like(given)
-        dist.all_to_all_single(taken, given, group=group)
-        return torch.cat(taken.unbind(), joined)
+        sent = torch.stack(states.chunk(group.size(), cut))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(), joined)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
@@ -263,8 +263,8 @@ def _exchange(states: Tensor, group: dist.ProcessGroup, cut: int, joined: int) -
 
 
 def _part(sequence: TrainingSequence, kept: Any) -> SequencePart:
-    given = {field.name: getattr(sequence, field.name) for field in fields(TrainingSequence)}
-    part = SequencePart(**given, whole=sequence, kept=kept)
+    values = {field.name: getattr(sequence, field.name) for field in fields(TrainingSequence)}
+    part = SequencePart(**values, whole=sequence, kept=kept)
     part.keep(kept)
     part.entropies = None
     return part

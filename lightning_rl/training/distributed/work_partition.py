@@ -23,11 +23,11 @@ def parts(sequences: Sequence[TrainingSequence], workers: int, *, packed: bool) 
     order, shared = prefix_order(sequences)
     ordered = [sequences[number] for number in order]
     lengths = [len(sequence) for sequence in ordered]
-    added = [length - known if packed else length for length, known in zip(lengths, shared, strict=False)]
+    added = [length - prefix if packed else length for length, prefix in zip(lengths, shared, strict=False)]
     sizes = range(max(lengths, default=0), sum(lengths) + 1)
     most = sizes[bisect_left(sizes, True, key=lambda size: len(_ends(lengths, added, size)) <= workers)]
-    found = [ordered[start:end] for start, end in pairwise([0, *_ends(lengths, added, most)])]
-    return found + [[] for _ in range(workers - len(found))]
+    slices = [ordered[start:end] for start, end in pairwise([0, *_ends(lengths, added, most)])]
+    return slices + [[] for _ in range(workers - len(slices))]
 
 
 def _ends(lengths: Sequence[int], added: Sequence[int], most: int) -> list[int]:

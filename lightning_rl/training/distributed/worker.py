@@ -43,8 +43,8 @@ class TrainingWorker:
 
     def ask(self, part: str | None, method: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """What `method` of a part of the models answers (None: of the models); None but for the first worker."""
-        asked = self._models if part is None else getattr(self._models, part)
-        answer = getattr(asked, method)(*given[0], **given[1])
+        target = self._models if part is None else getattr(self._models, part)
+        answer = getattr(target, method)(*given[0], **given[1])
         return answer if self._rank == 0 else None
 
 

@@ -177,8 +177,8 @@ class TreeMask(AttentionMask):
                 **options,
             )
             parts.append(own.transpose(1, 2).flatten(0, 1).flatten(1))
-        found = embedding(where, torch.cat(parts))
-        return found.view(*query.shape[::2], query.shape[1], -1).transpose(1, 2)
+        output = embedding(where, torch.cat(parts))
+        return output.view(*query.shape[::2], query.shape[1], -1).transpose(1, 2)
 
     def _by_segments(self) -> tuple[list[_AttentionCall], Tensor]:
         """The calls, and where of their results those of each place stand, int64 [B T]."""
@@ -227,21 +227,21 @@ def seen_pairs(sizes: Sequence[Size]) -> float:
 
 def _alike(counts: Mapping[Size, int], device: str) -> list[list[Size]]:
     """The sizes of each call."""
-    found: list[list[Size]] = []
+    of_calls: list[list[Size]] = []
     held, widest, tokens, rooted = 0, 0, 0, False
     for size in sorted(counts, key=lambda size: (size.before > 0, -sum(size), -size.tokens)):
         count, width = counts[size], sum(size)
-        if found and rooted == (size.before == 0):
+        if of_calls and rooted == (size.before == 0):
             most = max(tokens, size.tokens)
             together = (held + count) * _work(widest, most, rooted)  # `widest` stays: the wide ones come first
             apart = held * _work(widest, tokens, rooted) + count * _work(width, size.tokens, rooted)
             if together <= apart + _per_call(device):
-                found[-1].append(size)
+                of_calls[-1].append(size)
                 held, tokens = held + count, most
                 continue
-        found.append([size])
+        of_calls.append([size])
         held, widest, tokens, rooted = count, width, size.tokens, size.before == 0
-    return found
+    return of_calls
 
 
 def _work(keys: int, queries: int, rooted: bool) -> float:
@@ -272,8 +272,8 @@ def _call(segments: Sequence[Segment], dtype: torch.dtype, device: torch.device)
     return _AttentionCall(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), mask[:, None])
 
 
-def _plain(given: Any) -> Any:
-    return given._whole() if isinstance(given, TreeMask) else given
+def _plain(mask: Any) -> Any:
+    return mask._whole() if isinstance(mask, TreeMask) else mask
 
 
 def _by_place(states: Tensor) -> Tensor:

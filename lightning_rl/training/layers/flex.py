@@ -52,8 +52,8 @@ def block_mask(end: NDArray[np.int64], device: torch.device) -> BlockMask:
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < on_device[row, key])
 
-    seen = seen_blocks(end)
-    (count, which), (full_count, full_which) = _listed(seen.some, device), _listed(seen.all, device)
+    blocks = seen_blocks(end)
+    (count, which), (full_count, full_which) = _listed(blocks.some, device), _listed(blocks.all, device)
     return BlockMask.from_kv_blocks(
         count, which, full_count, full_which, BLOCK_SIZE=BLOCK, mask_mod=sees, seq_lengths=(length, length)
     )
@@ -69,8 +69,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: fl
         _compiled = torch.compile(flex_attention, dynamic=True, fullgraph=True)
     grouped = key.shape[1] != query.shape[1]
     with dynamo.patch(recompile_limit=KERNELS):
-        found: Tensor = _compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
-    return found
+        output: Tensor = _compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=grouped)
+    return output
 
 
 def _padded(end: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -78,8 +78,8 @@ def _padded(end: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.pad(end, ((0, 0), (0, -end.shape[1] % BLOCK)))
 
 
-def _listed(seen: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+def _listed(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
     """How many blocks of keys each block of queries has, int32 [B, 1, N], and which, those first, [B, 1, N, N]."""
-    order = np.argsort(~seen, axis=-1, kind="stable").astype(np.int32)
-    counts = seen.sum(-1).astype(np.int32)
+    order = np.argsort(~blocks, axis=-1, kind="stable").astype(np.int32)
+    counts = blocks.sum(-1).astype(np.int32)
     return torch.from_numpy(counts)[:, None].to(device), torch.from_numpy(order)[:, None].to(device)

@@ -58,7 +58,7 @@ class OutputLayer:
         """As `rl.logits.token_log_probs`, of K tokens."""
 
         def compute(states: Tensor, layer: Layer) -> tuple[Tensor, ...]:
-            found = token_log_probs_of_states(
+            parts = token_log_probs_of_states(
                 states,
                 layer,
                 targets,
@@ -67,11 +67,11 @@ class OutputLayer:
                 candidates=candidates,
                 chunk=ROWS_CHUNK,
             )
-            return tuple(part for part in found if part is not None)
+            return tuple(part for part in parts if part is not None)
 
-        found = list(self._run(around, compute))
-        log_probs = found.pop(0)
-        return log_probs, found.pop(0) if with_entropy else None, None if candidates is None else found.pop(0)
+        parts = list(self._run(around, compute))
+        log_probs = parts.pop(0)
+        return log_probs, parts.pop(0) if with_entropy else None, None if candidates is None else parts.pop(0)
 
     @torch.no_grad()
     def top_log_probs(
@@ -89,24 +89,24 @@ class OutputLayer:
 
     def _run(self, around: Around, compute: Callable[[Tensor, Layer], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """What `compute` gives, tensors [K] or [K, C]."""
-        found: list[tuple[Tensor, ...]] = []
+        results: list[tuple[Tensor, ...]] = []
 
         def instead(states: Tensor) -> Tensor:
             layer = Layer(self._head.weight, self._head.bias, self._behind, self._autocast)
-            found.append(compute(around.states(states), layer))
+            results.append(compute(around.states(states), layer))
             if not torch.is_grad_enabled():
                 return states[:1, :1]
-            return torch.cat([part[:, None] if part.dim() == 1 else part for part in found[0]], -1)[None]
+            return torch.cat([part[:, None] if part.dim() == 1 else part for part in results[0]], -1)[None]
 
         with _replaced(self._head, instead):
             logits = around.logits()
         if self._behind != IDENTITY or not torch.is_grad_enabled():
-            return found[0]
+            return results[0]
         # What came through the model: there FSDP waits for the gradient, to gather the layer's weights again.
-        widths = [1 if part.dim() == 1 else part.shape[-1] for part in found[0]]
+        widths = [1 if part.dim() == 1 else part.shape[-1] for part in results[0]]
         through = torch.split_with_sizes(logits[0], widths, -1)
         return tuple(
-            part.squeeze(-1) if whole.dim() == 1 else part for part, whole in zip(through, found[0], strict=True)
+            part.squeeze(-1) if whole.dim() == 1 else part for part, whole in zip(through, results[0], strict=True)
         )
 
 
@@ -132,11 +132,11 @@ def output_layer(
         return wide.expand(*states.shape[:-1], -1).clone()
 
     with _replaced(head, instead):
-        found = logits()
-    sent = shown.to(found.device, next(model.parameters()).dtype if autocast is None else autocast)
+        actual = logits()
+    sent = shown.to(actual.device, next(model.parameters()).dtype if autocast is None else autocast)
     for behind in _known(config):
-        expected = behind(sent.clone())[None].expand(found.shape)
-        if torch.allclose(found.float(), expected.float(), rtol=2 * torch.finfo(sent.dtype).eps, atol=1e-6):
+        expected = behind(sent.clone())[None].expand(actual.shape)
+        if torch.allclose(actual.float(), expected.float(), rtol=2 * torch.finfo(sent.dtype).eps, atol=1e-6):
             if behind != IDENTITY and isinstance(model, FSDPModule):
                 return "it changes its logits behind the layer, and is held in shards"
             return OutputLayer(head, behind, autocast)
