@@ -74,24 +74,24 @@ class Adapters:
 
     def of(self, *parts: Part) -> LowRank | None:
         """The adapters of some modules whose matrices were put below each other; None where none is adapted."""
-        found = [self._of_one(name) for name, _ in parts]
-        if not any(owners for _, _, owners in found):
+        adapters = [self._of_one(name) for name, _ in parts]
+        if not any(owners for _, _, owners in adapters):
             return None
-        ordered = [b if order is None else order(b) for (_, b, _), (_, order) in zip(found, parts, strict=True)]
-        a = torch.cat([a for a, _, _ in found])
+        ordered = [b if order is None else order(b) for (_, b, _), (_, order) in zip(adapters, parts, strict=True)]
+        a = torch.cat([a for a, _, _ in adapters])
         b: Tensor = torch.block_diag(*ordered)  # type: ignore[no-untyped-call]
-        return LowRank(self._rows, a, b, tuple(owner for *_, owners in found for owner in owners))
+        return LowRank(self._rows, a, b, tuple(owner for *_, owners in adapters for owner in owners))
 
     def hook(self) -> None:
         """Have the model's own modules add what their adapters, as they are now, give."""
-        for name in {name for given in self._given.values() for name in given}:
+        for name in {name for by_name in self._given.values() for name in by_name}:
             if name not in self._hooked:
                 self._modules[name].register_forward_hook(self._hook(name))
             self._hooked[name] = self.of((name, None))
 
     def _of_one(self, name: str) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         inputs, outputs = _sizes(self._modules[name]) or (0, 0)
-        there = {adapter: given[name] for adapter, given in sorted(self._given.items()) if name in given}
+        there = {adapter: by_name[name] for adapter, by_name in sorted(self._given.items()) if name in by_name}
         empty = torch.zeros(0, inputs, device=self._device, dtype=self._dtype)
         a = torch.cat([empty, *(a for a, _ in there.values())])
         b = torch.cat([empty.new_zeros(outputs, 0), *(b for _, b in there.values())], dim=1)
@@ -144,9 +144,9 @@ def shareable(model: nn.Module) -> bool:
 
 def linear_names(model: Any) -> tuple[str, ...]:
     """The last parts of the names of a causal LM's linear layers, without the output layer's, sorted."""
-    found, output = model.named_modules(), model.get_output_embeddings()
+    modules, output = model.named_modules(), model.get_output_embeddings()
     linear = {
-        name.rpartition(".")[2] for name, each in found if isinstance(each, nn.Linear | Conv1D) and each is not output
+        name.rpartition(".")[2] for name, each in modules if isinstance(each, nn.Linear | Conv1D) and each is not output
     }
     return tuple(sorted(linear))
 

@@ -225,16 +225,16 @@ class Batch:
         Returns:
             (sources, targets): the moves, which the cache has to make too.
         """
-        gone = set(rows)
-        kept = self.n - len(gone)
-        targets = [row for row in sorted(gone) if row < kept]
-        sources = [row for row in range(kept, self.n) if row not in gone]
-        for row in gone:
+        freed = set(rows)
+        remaining = self.n - len(freed)
+        targets = [row for row in sorted(freed) if row < remaining]
+        sources = [row for row in range(remaining, self.n) if row not in freed]
+        for row in freed:
             self.sequences[row].row = -1
         for source, target in zip(sources, targets, strict=True):
             self.sequences[target] = self.sequences[source]
             self.sequences[target].row = target
-        del self.sequences[kept:]
+        del self.sequences[remaining:]
         if sources:
             for array in self._arrays():
                 array[targets] = array[sources]

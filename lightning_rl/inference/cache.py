@@ -139,10 +139,10 @@ class SlotCache(Cache):  # type: ignore[misc]
         other.allocate(self._memory.shape[3], self._memory.shape[5], self._memory)
         other._reserve(int(targets.max()) + 1, length)
         # Row by row: index_select would first copy the whole memory, which a window of is not contiguous.
-        mine, theirs = self._memory, other._memory
-        assert theirs is not None
+        mine, other_memory = self._memory, other._memory
+        assert other_memory is not None
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
-            theirs[:, :, target, :, :length] = mine[:, :, source, :, :length]
+            other_memory[:, :, target, :, :length] = mine[:, :, source, :, :length]
 
     def _reserve(self, rows: int, columns: int) -> None:
         if rows <= self._rows and columns < self._columns:
@@ -256,17 +256,17 @@ class Prefixes:
         self._times += 1
         self._cleared = self._times
         if adapter:
-            gone = self._adapters == adapter
-            self._tokens[gone] = -1
-            self._kept_at[: self.size][gone] = 0  # these rows are taken first
+            outdated = self._adapters == adapter
+            self._tokens[outdated] = -1
+            self._kept_at[: self.size][outdated] = 0  # these rows are taken first
         else:
             self._used = 0
 
-    def _target(self, found: Found) -> int:
+    def _target(self, prefix: Found) -> int:
         """The row for a sequence that begins with what was found: that row, where it is gone on from as a whole."""
-        alone = self._kept_at[found.row] <= found.at and self._cleared <= found.at
-        if found.shared and alone and self._lengths[found.row] == found.shared:
-            return found.row
+        alone = self._kept_at[prefix.row] <= prefix.at and self._cleared <= prefix.at
+        if prefix.shared and alone and self._lengths[prefix.row] == prefix.shared:
+            return prefix.row
         if self._used < self.size:
             target = self._used
             self._used += 1

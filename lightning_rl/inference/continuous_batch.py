@@ -111,7 +111,7 @@ class ContinuousBatch:
         """
         originals: dict[tuple[int, bytes], int] = {}
         copies: list[tuple[Sequence, int]] = []
-        known: list[Sequence] = []
+        with_prefix: list[Sequence] = []
         for sequence in group:
             read = sequence.adapter, sequence.content.tobytes()
             if read in originals:
@@ -119,10 +119,10 @@ class ContinuousBatch:
             else:
                 originals[read] = self._batch.n
                 self._batch.join(sequence)
-                known += [sequence] if sequence.kept.shared else []
-        if known:
-            kept, rows = [one.kept.row for one in known], [one.row for one in known]
-            self._prefixes.restore(self._cache, kept, rows, max(one.kept.shared for one in known))
+                with_prefix += [sequence] if sequence.kept.shared else []
+        if with_prefix:
+            prefix_rows, rows = [one.kept.row for one in with_prefix], [one.row for one in with_prefix]
+            self._prefixes.restore(self._cache, prefix_rows, rows, max(one.kept.shared for one in with_prefix))
         for sequence, _ in copies:
             self._batch.join(sequence)
         return [row for _, row in copies]
@@ -166,9 +166,9 @@ class ContinuousBatch:
     def _keep(self, rows: list[int], contents: list[Ints]) -> None:
         sequences = [self._batch.sequences[row] for row in rows]
         with self._prefixes.lock:
-            found = [one.kept for one in sequences]
-            kept = self._prefixes.keep(self._cache, rows, contents, self._batch.adapter[rows], found)
-        for sequence, one in zip(sequences, kept, strict=True):
+            previous = [one.kept for one in sequences]
+            current = self._prefixes.keep(self._cache, rows, contents, self._batch.adapter[rows], previous)
+        for sequence, one in zip(sequences, current, strict=True):
             sequence.kept = one
 
 
@@ -200,15 +200,15 @@ def _places(sequences: list[Sequence], positions: Ints) -> Ints | None:
 def _shown(sequences: list[Sequence]) -> list[PlacedFeatures]:
     """The images of the unread parts, by the columns of `_left_padded`."""
     width = max(sequence.unread for sequence in sequences)
-    found: list[PlacedFeatures] = []
+    features: list[PlacedFeatures] = []
     for row, sequence in enumerate(sequences):
         pad = width - len(sequence.prompt)  # of its first token's column, were all of it there
         unread = slice(width - sequence.unread, width)
         for image, patches in () if sequence.picture is None else sequence.picture.images:
             part = PlacedFeatures(row, pad + image.start, patches, 0, image.length).within(unread)
             if part is not None:
-                found.append(part._replace(column=part.column + unread.start))
-    return found
+                features.append(part._replace(column=part.column + unread.start))
+    return features
 
 
 def _length_group(sequences: list[Sequence]) -> tuple[list[Sequence], list[Sequence]]:

@@ -70,9 +70,9 @@ class _Outboxes:
     def open(self, request_ids: list[str], outbox: Outbox, *, stream: bool) -> None:
         """These are in flight. Raises ValueError where one is already."""
         with self._lock:
-            known = self._by_id.keys() & set(request_ids)
-            if known or len(set(request_ids)) < len(request_ids):
-                raise ValueError(f"request_id {min(known or request_ids)!r} is already in flight")
+            in_flight = self._by_id.keys() & set(request_ids)
+            if in_flight or len(set(request_ids)) < len(request_ids):
+                raise ValueError(f"request_id {min(in_flight or request_ids)!r} is already in flight")
             self._by_id.update(dict.fromkeys(request_ids, outbox))
             self._streamed.update(request_ids if stream else ())
 
@@ -347,10 +347,10 @@ class _Threads:
                 self._tell_paused([adapter for adapter, _ in self._pausing if self._scheduler.quiet(adapter)])
 
     def _tell_paused(self, adapters: Iterable[int]) -> None:
-        told = set(adapters)
-        for future in [future for adapter, future in self._pausing if adapter in told]:
+        paused = set(adapters)
+        for future in [future for adapter, future in self._pausing if adapter in paused]:
             future.set_result(None)
-        self._pausing = [each for each in self._pausing if each[0] not in told]
+        self._pausing = [each for each in self._pausing if each[0] not in paused]
 
     def _thread_ended(self, thread: "Future[None]") -> None:
         """One that fails ends the others; the last one closes."""
@@ -429,16 +429,16 @@ class EmbeddedEngine:
         self.name = name
         self.max_num_seqs = max_num_seqs
         self.eos_token_ids = tuple(_eos(model) if eos_token_ids is None else eos_token_ids)
-        kept = max_num_seqs if prefix_rows is None else prefix_rows
+        prefix_count = max_num_seqs if prefix_rows is None else prefix_rows
         self._policy = Policy(model, self.max_model_len, version)
         with torch.inference_mode():
             self._policy.check()
         threads = torch.get_num_threads() if threads is None else threads
         most = min(threads, MOST_BATCHES, max_num_seqs // scheduler.ALONE) if self._policy.for_several_threads else 1
         batches = max(1, most)
-        self._prefixes = Prefixes(kept, self._policy.n_layers, self.max_model_len)
+        self._prefixes = Prefixes(prefix_count, self._policy.n_layers, self.max_model_len)
         rows = -(-max_num_seqs // batches)
-        self._scheduler = Scheduler(batches, max_num_seqs, copies_prompts=kept > 0)
+        self._scheduler = Scheduler(batches, max_num_seqs, copies_prompts=prefix_count > 0)
         large = sum(each.numel() for each in model.parameters()) >= LARGE
         self._threads = _Threads(
             self._policy,

@@ -92,8 +92,8 @@ def with_config(folder: Path, changes: Mapping[str, Any], into: Path) -> Path:
     Values of a nested section replace those of their names there. Raises ModelConfigRefused for what the model's class
     does not take.
     """
-    known = AutoConfig.from_pretrained(folder).to_dict().keys() | _OLD_NAMES
-    if unknown := sorted(changes.keys() - known):
+    known_names = AutoConfig.from_pretrained(folder).to_dict().keys() | _OLD_NAMES
+    if unknown := sorted(changes.keys() - known_names):
         raise ModelConfigRefused(f"the config of the model in {folder} has no {', '.join(unknown)}")
     into.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():

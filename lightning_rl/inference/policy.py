@@ -114,17 +114,17 @@ class Policy:
     ) -> Tensor:
         cache.place(first_row, positions)
         # Padding looks at column 0, which is always written: a row that sees nothing would be NaN.
-        seen = torch.from_numpy(np.maximum(positions, 0)).to(self.device)
-        visible = self._columns[: cache.window] <= seen[..., None]
+        clamped = torch.from_numpy(np.maximum(positions, 0)).to(self.device)
+        visible = self._columns[: cache.window] <= clamped[..., None]
         mask = torch.where(visible, self._zero, self._hidden)[:, None]
         inputs = torch.from_numpy(tokens).to(self.device)
         if self.decoder is not None:
-            return self.decoder.forward(cache, inputs, seen, mask)
+            return self.decoder.forward(cache, inputs, clamped, mask)
         with showing(self.model, shown):
             output = self.model(
                 input_ids=inputs,
                 attention_mask=mask,
-                position_ids=seen if places is None else torch.from_numpy(places).to(self.device),
+                position_ids=clamped if places is None else torch.from_numpy(places).to(self.device),
                 use_cache=True,
                 logits_to_keep=1,
                 **{self._cache_name: cache},
@@ -146,24 +146,24 @@ class Policy:
         """
         self.require_fitting({name: tuple(tensor.shape) for name, tensor in weights.items()}, partial=partial)
         for names, _ in self._weights:
-            given = [name for name in names if name in weights]
-            for other in given[1:]:
-                _require_tied(given[0], weights[given[0]], other, weights[other])
+            present = [name for name in names if name in weights]
+            for other in present[1:]:
+                _require_tied(present[0], weights[present[0]], other, weights[other])
         self._require_whole(partial)
         self.put(weights)
         self.mend(version)
 
     def require_fitting(self, shapes: Mapping[str, tuple[int, ...]], *, partial: bool = False) -> None:
         """Raises ValueError where weights of these names and shapes are not those of this model, as `load` does."""
-        known = {name for names, _ in self._weights for name in names}
-        if unknown := sorted(set(shapes) - known):
+        own_names = {name for names, _ in self._weights for name in names}
+        if unknown := sorted(set(shapes) - own_names):
             raise ValueError(f"weights that the engine's model does not have: {_some(unknown)}")
         missing = []
         for names, target in self._weights:
-            given = [name for name in names if name in shapes]
-            if not given:
+            present = [name for name in names if name in shapes]
+            if not present:
                 missing.append(names[0])
-            for name in given:
+            for name in present:
                 _require_same_shape(name, shapes[name], target)
         if missing and not partial:
             raise ValueError(f"weights missing from the update: {_some(missing)}")

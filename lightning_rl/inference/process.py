@@ -48,11 +48,11 @@ def main() -> None:
     from lightning_rl.inference.embedded import EmbeddedPolicy  # torch
     from lightning_rl.inference.load import ModelSource
 
-    given = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Settings)
+    settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Settings)
     try:
-        policy = EmbeddedPolicy(ModelSource(given.path), max_model_len=given.max_model_len)
+        policy = EmbeddedPolicy(ModelSource(settings.path), max_model_len=settings.max_model_len)
     except (OSError, ValueError) as error:
-        tell({"error": f"the model {given.path} cannot be loaded: {error}"})
+        tell({"error": f"the model {settings.path} cannot be loaded: {error}"})
         sys.exit(1)
     try:
         policy.start()

@@ -108,10 +108,10 @@ def _draw_truncated(weights: Tensor, top_p: Floats, top_k: Ints, uniform: Floats
     ordered, ids = weights.sort(dim=-1, descending=True, stable=True)
     limit = torch.from_numpy(np.where(top_k > 0, top_k, weights.shape[-1])).to(device)[:, None]
     place = torch.arange(weights.shape[-1], device=device)
-    kept = ordered.double().masked_fill_(place >= limit, 0.0)
-    before = kept.cumsum(dim=-1) - kept
+    truncated = ordered.double().masked_fill_(place >= limit, 0.0)
+    before = truncated.cumsum(dim=-1) - truncated
     share = torch.from_numpy(top_p).to(device)[:, None]
     # The likeliest token has nothing before it and always stays.
-    kept.masked_fill_((before >= share * kept.sum(dim=-1, keepdim=True)) & (place > 0), 0.0)
-    drawn = _draw(kept.cumsum(dim=-1), torch.from_numpy(uniform).to(device)[:, None])
+    truncated.masked_fill_((before >= share * truncated.sum(dim=-1, keepdim=True)) & (place > 0), 0.0)
+    drawn = _draw(truncated.cumsum(dim=-1), torch.from_numpy(uniform).to(device)[:, None])
     return ids.gather(-1, drawn)

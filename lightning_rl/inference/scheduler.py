@@ -73,17 +73,17 @@ class Scheduler:
         if not self._waiting:
             return []
         most = min(free, room(len(self._waiting), self._rows.sum(axis=1).tolist(), self.going, number, self._max_rows))
-        taken: list[batch.Sequence] = []
+        joining: list[batch.Sequence] = []
         passed: list[batch.Sequence] = []
-        while self._waiting and len(taken) < most:
+        while self._waiting and len(joining) < most:
             sequence = self._waiting.popleft()
-            (passed if sequence.long_prompt in self._being_read else taken).append(sequence)
+            (passed if sequence.long_prompt in self._being_read else joining).append(sequence)
         self._waiting.extendleft(reversed(passed))
-        for sequence in taken:
+        for sequence in joining:
             self._rows[number, sequence.adapter] += 1
         if self._copies_prompts:
-            self._being_read.update(one.long_prompt for one in taken if one.long_prompt is not None)
-        return taken
+            self._being_read.update(one.long_prompt for one in joining if one.long_prompt is not None)
+        return joining
 
     def read(self, sequences: Iterable[batch.Sequence]) -> None:
         """Their prompts have been read, or had been before."""

@@ -154,13 +154,13 @@ class EngineServer:
     # The server's thread.
 
     def _dispatch(self, events: list[Event]) -> None:
-        told = []
+        calls = []
         for event in events:
             request_id, _, index = event.request_id.rpartition("/")
             if call := self._calls.get(request_id):
                 call.take(int(index), event)
-                told.append(call)
-        for call in told:
+                calls.append(call)
+        for call in calls:
             call.release()
 
     def _forget_loop(self) -> None:

@@ -160,21 +160,21 @@ class Scorer:
         and the rank, of the `top` most likely ones and of the token (behind them, where it is none of them). Nothing is
         known of the first. Raises ScoresRefused, ScorerUnreached where nobody answers.
         """
-        asked: dict[str, Any] = {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
-        asked |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top}
-        told = self._ask("/generate", asked).get("meta_info") or {}
-        of_tokens = told.get("input_token_logprobs") or []
-        likely = told.get("input_top_logprobs") or [[]] * len(of_tokens)
-        found: list[dict[str, Any]] = []
+        body: dict[str, Any] = {"input_ids": token_ids, "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
+        body |= {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top}
+        meta = self._ask("/generate", body).get("meta_info") or {}
+        of_tokens = meta.get("input_token_logprobs") or []
+        likely = meta.get("input_top_logprobs") or [[]] * len(of_tokens)
+        by_place: list[dict[str, Any]] = []
         for (own, token, _), ranked in zip(of_tokens, likely, strict=False):  # of fewer the caller says it
             entries = {str(each): {"logprob": value, "rank": n} for n, (value, each, _) in enumerate(ranked or (), 1)}
-            found.append({str(token): {"logprob": own, "rank": top + 1}} | entries)
-        return found
+            by_place.append({str(token): {"logprob": own, "rank": top + 1}} | entries)
+        return by_place
 
     def tokenize(self, text: str) -> list[int]:
         """The token ids that the server writes a text with. Raises ScoresRefused."""
-        found: list[int] = self._ask("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
-        return found
+        token_ids: list[int] = self._ask("/tokenize", {"prompt": text, "add_special_tokens": False})["tokens"]
+        return token_ids
 
     def _ask(self, path: str, body: Any) -> dict[str, Any]:
         try:
@@ -182,13 +182,13 @@ class Scorer:
         except urllib3.exceptions.HTTPError as error:
             raise ScorerUnreached(f"SGLang at {self.url}{path} does not answer: {error}") from error
         if answer.status != 200:
-            said = answer.data[:500].decode(errors="replace")
-            raise ScoresRefused(f"SGLang at {self.url}: POST {path} answered {answer.status}: {said}", answer.status)
+            text = answer.data[:500].decode(errors="replace")
+            raise ScoresRefused(f"SGLang at {self.url}: POST {path} answered {answer.status}: {text}", answer.status)
         try:
             return msgspec.json.decode(answer.data, type=dict)
         except msgspec.DecodeError as error:  # of a proxy before it
-            said = answer.data[:200].decode(errors="replace")
-            raise ScorerUnreached(f"SGLang at {self.url}{path} answers with no JSON object: {said}") from error
+            text = answer.data[:200].decode(errors="replace")
+            raise ScorerUnreached(f"SGLang at {self.url}{path} answers with no JSON object: {text}") from error
 
 
 def update_from_disk(url: str, folder: Path, version: int, *, seconds: float = 600.0) -> None:
@@ -198,18 +198,18 @@ def update_from_disk(url: str, folder: Path, version: int, *, seconds: float = 6
     paused ends its requests first. Raises WeightsNotUpdated.
     """
     url = url.rstrip("/")
-    asked = {
+    body = {
         "model_path": str(folder),
         "weight_version": str(version),
         "flush_cache": True,
         "abort_all_requests": False,
     }
-    answer = _ask("POST", url, _PATH, seconds, asked)
-    told = _told(answer.data)
-    if answer.status != 200 or told is None or not told.success:
-        said = told.message if told else answer.data[:500].decode(errors="replace")
+    answer = _ask("POST", url, _PATH, seconds, body)
+    reply = _told(answer.data)
+    if answer.status != 200 or reply is None or not reply.success:
+        message = reply.message if reply else answer.data[:500].decode(errors="replace")
         raise WeightsNotUpdated(
-            f"SGLang server {url} did not take version {version} from {folder} ({answer.status}): {said}"
+            f"SGLang server {url} did not take version {version} from {folder} ({answer.status}): {message}"
         )
 
 
@@ -235,9 +235,9 @@ def _is_paused(url: str) -> bool:
 def _sample(url: str, prompt: list[int], n: int) -> SampledTokens:
     """Some tokens behind a prompt, whatever they are."""
     parameters = {"max_new_tokens": n, "temperature": 1.0, "ignore_eos": True}
-    asked = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True}
-    answer = _ask("POST", url, "/generate", _SAMPLE_SECONDS, asked)
+    body = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True}
+    answer = _ask("POST", url, "/generate", _SAMPLE_SECONDS, body)
     if answer.status != 200:
         raise WeightsNotUpdated(f"SGLang server {url} does not sample after the update: {answer.data[:500]!r}")
-    told = answer.json()
-    return SampledTokens(told["output_ids"], [entry[0] for entry in told["meta_info"]["output_token_logprobs"]])
+    reply = answer.json()
+    return SampledTokens(reply["output_ids"], [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])

@@ -133,23 +133,25 @@ class _Count:
 
     def phases(self) -> list[Phase]:
         """All of them, in the order of a step."""
-        ours, critic, traced = self._config.actor_rollout_ref, self._config.critic, self._traced
-        found = [self._phase("rollouts", {}, awake=True)]
+        policy, critic, traced = self._config.actor_rollout_ref, self._config.critic, self._traced
+        in_order = [self._phase("rollouts", {}, awake=True)]
         if self.engine is not None and not self._shared:
-            found = [self._of_engine(self.engine)]
+            in_order = [self._of_engine(self.engine)]
         computing = {
-            "weights": self._held(traced.actor, "weights", ours.actor.fsdp_config)
-            * ours.actor.fsdp_config.param_offload
+            "weights": self._held(traced.actor, "weights", policy.actor.fsdp_config)
+            * policy.actor.fsdp_config.param_offload
         }
-        found.append(self._computing("log probabilities", traced.actor, ours.actor.fsdp_config, scoring=True))
+        in_order.append(self._computing("log probabilities", traced.actor, policy.actor.fsdp_config, scoring=True))
         if traced.reference is not None:
-            found.append(self._computing("reference", traced.reference, ours.ref.fsdp_config, computing, scoring=True))
+            in_order.append(
+                self._computing("reference", traced.reference, policy.ref.fsdp_config, computing, scoring=True)
+            )
         if traced.critic is not None:
-            found.append(self._computing("update of the critic", traced.critic, critic.fsdp_config, computing))
-        found.append(self._computing("update of the policy", traced.actor, ours.actor.fsdp_config))
+            in_order.append(self._computing("update of the critic", traced.critic, critic.fsdp_config, computing))
+        in_order.append(self._computing("update of the policy", traced.actor, policy.actor.fsdp_config))
         if self.engine is not None and self.engine.asleep is not None:
-            found.append(self._sending(self.engine))
-        return found
+            in_order.append(self._sending(self.engine))
+        return in_order
 
     def _computing(
         self,
@@ -176,15 +178,16 @@ class _Count:
 
     def _sending(self, engine: VllmMemory) -> Phase:
         """New weights on their way: vLLM has room for its weights, and not yet for its cache."""
-        ours = self._config.actor_rollout_ref
-        by_file = ours.rollout.weight_transfer == "file"
+        policy = self._config.actor_rollout_ref
+        by_file = policy.rollout.weight_transfer == "file"
         more = {"engine": engine.weights}
-        merges = bool(ours.model.lora_rank) and not samples_adapter(self._config)
-        if (merges or self._workers > 1) and not ours.actor.fsdp_config.param_offload:
+        merges = bool(policy.model.lora_rank) and not samples_adapter(self._config)
+        if (merges or self._workers > 1) and not policy.actor.fsdp_config.param_offload:
             more["others"] = self._largest_tensor()  # merged or gathered, one at a time
         if not by_file:  # they are sent from the GPU, by a buffer that the largest tensor fits in
             more["weights"] = (
-                self._held(self._traced.actor, "weights", ours.actor.fsdp_config) * ours.actor.fsdp_config.param_offload
+                self._held(self._traced.actor, "weights", policy.actor.fsdp_config)
+                * policy.actor.fsdp_config.param_offload
             )
             more["others"] = more.get("others", 0) + max(BUCKET_BYTES, self._largest_tensor())
         return self._phase("new weights for vLLM", more, awake=False)
@@ -211,18 +214,18 @@ class _Count:
 
     def between(self) -> dict[str, int]:
         """What every phase finds: models and optimizers that do not wait in main memory, and the embedded engine."""
-        ours, critic, traced = self._config.actor_rollout_ref, self._config.critic, self._traced
+        policy, critic, traced = self._config.actor_rollout_ref, self._config.critic, self._traced
         parts = dict.fromkeys(PARTS, 0)
         for held, fsdp in (
-            (traced.actor, ours.actor.fsdp_config),
+            (traced.actor, policy.actor.fsdp_config),
             (traced.critic, critic.fsdp_config),
-            (traced.reference, ours.ref.fsdp_config),
+            (traced.reference, policy.ref.fsdp_config),
         ):
             if held is not None:
                 parts["weights"] += self._held(held, "weights", fsdp) * (not fsdp.param_offload)
                 parts["optimizer"] += self._held(held, "optimizer", fsdp) * (not fsdp.optimizer_offload)
-        if ours.rollout.name == "embedded":
-            rows = min(ours.rollout.max_num_seqs, self._config.data.train_batch_size * ours.rollout.n)
+        if policy.rollout.name == "embedded":
+            rows = min(policy.rollout.max_num_seqs, self._config.data.train_batch_size * policy.rollout.n)
             parts["engine"] += traced.parameters * sampled_dtype(self._config).itemsize
             parts["kv cache"] += 2 * self._cells(rows) * cache_bytes(self._config, self._model)
         return parts
@@ -236,15 +239,15 @@ class _Count:
 
     def shared_between(self) -> dict[tuple[Any, ...], int]:
         """Of `between`, what is under an adapter."""
-        ours = self._config.actor_rollout_ref
-        actor, place = self._traced.actor, ours.actor.fsdp_config
-        found: dict[tuple[Any, ...], int] = {}
+        policy = self._config.actor_rollout_ref
+        actor, place = self._traced.actor, policy.actor.fsdp_config
+        sizes: dict[tuple[Any, ...], int] = {}
         if (base := base_of_adapter(self._config)) is not None and not place.param_offload:
             # What is trained has a gradient of its own size.
-            found["trainer", *base] = self._held(actor, "weights", place) - self._held(actor, "gradients", place)
-        if ours.rollout.name == "embedded" and (engine := engine_of_adapters(self._config)) is not None:
-            found["engine", *engine] = self._traced.parameters * sampled_dtype(self._config).itemsize
-        return found
+            sizes["trainer", *base] = self._held(actor, "weights", place) - self._held(actor, "gradients", place)
+        if policy.rollout.name == "embedded" and (engine := engine_of_adapters(self._config)) is not None:
+            sizes["engine", *engine] = self._traced.parameters * sampled_dtype(self._config).itemsize
+        return sizes
 
     def _held(self, held: Held, part: str, place: Fsdp) -> int:
         """A worker's share of it: of those that hold a whole model together (`fsdp_size`)."""

@@ -48,9 +48,10 @@ class MemoryPlanner:
 
     def traced(self, config: Config) -> TracedStep:
         """What a step of it takes."""
-        ours = config.actor_rollout_ref
-        same = repr((ours.model, ours.actor.optim, ours.actor.fsdp_config.model_dtype, ours.actor.fsdp_config.dtype,
-                     ours.actor.ppo_max_token_len_per_gpu, ours.actor.ppo_micro_batch_size_per_gpu))  # fmt: skip
+        policy = config.actor_rollout_ref
+        same = repr((policy.model, policy.actor.optim, policy.actor.fsdp_config.model_dtype,
+                     policy.actor.fsdp_config.dtype, policy.actor.ppo_max_token_len_per_gpu,
+                     policy.actor.ppo_micro_batch_size_per_gpu))  # fmt: skip
         if same not in self._traced:
             lengths = config.data.max_prompt_length, config.data.max_response_length
             self._traced[same] = trace(config, self._model, lengths, on_gpu=True)
@@ -73,12 +74,12 @@ class MemoryPlanner:
 
     def _least(self, config: Config) -> int:
         """Bytes below which an update cannot be, known without tracing it: weights, and what Adam makes of them."""
-        ours = config.actor_rollout_ref
-        held = FORMATS[ours.actor.fsdp_config.model_dtype].itemsize
-        low_bit = ours.actor.optim.optimizer_impl.startswith("torchao.")
-        frozen = 0.5 if ours.model.load_in_4bit else held
-        each = frozen if ours.model.lora_rank else 2 * held + (1 if low_bit else 2 * held)
-        return int(self._parameters * each) // config.trainer.workers if "Adam" in ours.actor.optim.optimizer else 0
+        policy = config.actor_rollout_ref
+        held = FORMATS[policy.actor.fsdp_config.model_dtype].itemsize
+        low_bit = policy.actor.optim.optimizer_impl.startswith("torchao.")
+        frozen = 0.5 if policy.model.load_in_4bit else held
+        each = frozen if policy.model.lora_rank else 2 * held + (1 if low_bit else 2 * held)
+        return int(self._parameters * each) // config.trainer.workers if "Adam" in policy.actor.optim.optimizer else 0
 
     def _tidied(self, changes: Keys) -> Keys:
         """Without those that turn out not to be needed, the dearest first."""
@@ -98,9 +99,9 @@ class MemoryPlanner:
     def _steps(self) -> Iterator[Keys]:
         """What to change, and then what more."""
         config = self.config({})
-        ours, shares_gpu = config.actor_rollout_ref, config.actor_rollout_ref.rollout.name == "vllm"
+        policy, shares_gpu = config.actor_rollout_ref, config.actor_rollout_ref.rollout.name == "vllm"
         yield {}
-        if ours.model.lora_rank:  # its weights are never trained, so their format costs nothing
+        if policy.model.lora_rank:  # its weights are never trained, so their format costs nothing
             yield {f"{_ACTOR}fsdp_config.model_dtype": "bf16"}
         else:
             yield {f"{_ACTOR}fsdp_config.dtype": "bfloat16", f"{_ROLLOUT}dtype": "bfloat16"}
@@ -110,12 +111,12 @@ class MemoryPlanner:
         yield {f"{_ACTOR}ppo_max_token_len_per_gpu": max(config.data.max_tokens, 4096)}
         yield {f"{_ACTOR}fsdp_config.optimizer_offload": True}
         yield from shares if shares_gpu else []
-        if self._takes_low_bit() and not ours.model.lora_rank and config.trainer.workers == 1:
+        if self._takes_low_bit() and not policy.model.lora_rank and config.trainer.workers == 1:
             yield {**_LOW_BIT, f"{_ACTOR}fsdp_config.dtype": "float32"}
             yield from shares if shares_gpu else []
         yield {f"{_ACTOR}fsdp_config.param_offload": True}
         yield from shares if shares_gpu else []
-        if ours.model.lora_rank and config.trainer.workers == 1:
+        if policy.model.lora_rank and config.trainer.workers == 1:
             yield {f"{_MODEL}load_in_4bit": True}
             yield from shares if shares_gpu else []
 

@@ -62,8 +62,8 @@ def vllm_engine(
 
 def sampled_dtype(config: Config) -> Any:
     """The number format in which the engine computes."""
-    given = config.actor_rollout_ref.rollout.dtype
-    return FORMATS[given or config.actor_rollout_ref.actor.fsdp_config.model_dtype]
+    dtype = config.actor_rollout_ref.rollout.dtype
+    return FORMATS[dtype or config.actor_rollout_ref.actor.fsdp_config.model_dtype]
 
 
 def cache_bytes(config: Config, model: Any) -> int:

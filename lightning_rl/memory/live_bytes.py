@@ -72,7 +72,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def peak(self) -> Iterator[list[Peak]]:
         """Of the block the peak, which the list has when it is over."""
-        found: list[Peak] = []
+        peaks: list[Peak] = []
         self._peak = Peak(self.now, self._logits)
-        yield found
-        found.append(self._peak)
+        yield peaks
+        peaks.append(self._peak)

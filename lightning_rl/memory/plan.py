@@ -76,17 +76,17 @@ class Plan:
         """What a person reads."""
         millions = self.traced.parameters / 1e6
         size = f"{millions / 1e3:.2f} billion" if millions >= 1000 else f"{millions:.1f} million"
-        said = [f"{size} parameters on {self.hardware}"]
+        text = [f"{size} parameters on {self.hardware}"]
         if self.as_given.fits:
-            said.append("it fits as it is")
+            text.append("it fits as it is")
         else:
-            said += [f"as given it does not fit: {problem}" for problem in self.as_given.problems]
-            said += ["" if self.changes else f"and no keys make it fit: {advice(self.config)}"]
-            said += [f"  {key}={_written(value)}" for key, value in (self.changes or {}).items()]
-            said += ["", "with these keys it fits:"] if self.changes else []
+            text += [f"as given it does not fit: {problem}" for problem in self.as_given.problems]
+            text += ["" if self.changes else f"and no keys make it fit: {advice(self.config)}"]
+            text += [f"  {key}={_written(value)}" for key, value in (self.changes or {}).items()]
+            text += ["", "with these keys it fits:"] if self.changes else []
         if self.fits:
-            said.append(self.budget.placement.line([str(gpu) for gpu in range(self.hardware.count)]))
-        return [*said, *self._bars(), *(self._expectations() if self.fits else [])]
+            text.append(self.budget.placement.line([str(gpu) for gpu in range(self.hardware.count)]))
+        return [*text, *self._bars(), *(self._expectations() if self.fits else [])]
 
     def as_json(self) -> dict[str, Any]:
         """The same for a program; bytes, tokens a second, seconds."""
@@ -141,9 +141,9 @@ def hardware_of(config: C, stated: str | None) -> tuple[Hardware, C]:
     """The GPUs that are stated, or those here, and the configuration with as many workers as are stated, where it names
     no number itself, places nobody, and has one policy. Raises ConfigError where there are none."""
     if stated is None:
-        if (found := gpus.here()) is None:
+        if (local := gpus.here()) is None:
             raise ConfigError("there is no GPU here: say which ones are meant, --gpus 24 or --gpus 8x80")
-        return found, config
+        return local, config
     hardware, trainer = gpus.stated(stated), config.trainer
     placed = trainer.devices is not None or config.actor_rollout_ref.rollout.devices not in (None, "colocated")
     if trainer.workers == 1 and not placed and not config.policies:
@@ -190,22 +190,22 @@ def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None) -> 
         if needed.misplaced is not None:
             raise ConfigError(needed.misplaced)
         if not needed.fits:
-            what = f"policy {name}, beside what the others hold," if name else "the run"
+            run = f"policy {name}, beside what the others hold," if name else "the run"
             raise DoesNotFit(
-                f"{what} does not fit on {hardware}: {'; '.join(needed.problems)}. `lightning-rl plan` with the same "
+                f"{run} does not fit on {hardware}: {'; '.join(needed.problems)}. `lightning-rl plan` with the same "
                 "keys says what would; trainer.memory_check=false begins nevertheless"
             )
 
 
 def _models(config: Config, *, fetch: bool = False) -> dict[str, tuple[Config, Any]]:
     """The config and the model's config of each policy of a run."""
-    found: dict[str, tuple[Config, Any]] = {}
+    models: dict[str, tuple[Config, Any]] = {}
     for policy in policies_of(config):
         path = policy.config.actor_rollout_ref.model.path
         folder = located(path)[0] if fetch else path or tutorial.checkpoint()
         register_model_code(policy.config)  # of a folder that is here by now
-        found[policy.name] = policy.config, model_config(folder)
-    return found
+        models[policy.name] = policy.config, model_config(folder)
+    return models
 
 
 def _beside(
@@ -216,14 +216,14 @@ def _beside(
         return dict.fromkeys(policies, 0)
     held = {name: at_rest(config, model, traced[name], hardware) for name, (config, model) in policies.items()}
     shared = {name: shared_at_rest(config, model, traced[name], hardware) for name, (config, model) in policies.items()}
-    found: dict[str, int] = {}
+    beside: dict[str, int] = {}
     for name in policies:
         there = set(shared[name])  # counted with its own
-        found[name] = 0
+        beside[name] = 0
         for other in (each for each in policies if each != name):
-            found[name] += held[other] - sum(size for what, size in shared[other].items() if what in there)
+            beside[name] += held[other] - sum(size for key, size in shared[other].items() if key in there)
             there |= shared[other].keys()
-    return found
+    return beside
 
 
 def _traced(config: Config, model: Any, *, on_gpu: bool) -> TracedStep:

@@ -56,10 +56,10 @@ def speed(config: Config, model: Any, traced: TracedStep, budget: Budget) -> Spe
 
 def _operations(config: Config, model: Any, traced: TracedStep) -> tuple[float, float]:
     """Floating-point operations of a token: in an update, and where its log probabilities are computed."""
-    ours, text = config.actor_rollout_ref, model.get_text_config()
+    policy, text = config.actor_rollout_ref, model.get_text_config()
     attention = 2 * text.num_hidden_layers * text.hidden_size * config.data.max_tokens  # causal: half of the square
     forward = 2 * traced.parameters + attention
-    times = 2 if ours.model.lora_rank else 3
-    times += ours.model.enable_gradient_checkpointing
+    times = 2 if policy.model.lora_rank else 3
+    times += policy.model.enable_gradient_checkpointing
     scored = 1 + (traced.reference is not None)
-    return times * forward * ours.actor.ppo_epochs, scored * forward
+    return times * forward * policy.actor.ppo_epochs, scored * forward

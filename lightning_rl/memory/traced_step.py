@@ -111,8 +111,8 @@ def trace(
     while not whole and layers > _WHOLE * period and 2 * count <= layers:
         steps.append(_traced(config, _with_layers(model, count), lengths, on_gpu))
         if _goes_on_linearly(steps[-3:]):
-            found: TracedStep = _extrapolated(steps[-2], steps[-1], (layers - count // 2) / (count // 2))
-            return found
+            extrapolated: TracedStep = _extrapolated(steps[-2], steps[-1], (layers - count // 2) / (count // 2))
+            return extrapolated
         count *= 2
     return _traced(config, model, lengths, on_gpu)
 
@@ -155,11 +155,11 @@ def _taught(config: Config, tokens: int) -> dict[str, Any]:
     options = resolved_config.distillation_options(config)
     if options is None:
         return {}
-    found: dict[str, Any] = {"teacher_log_probs": np.full(tokens, -1.0, np.float32)}
+    taught: dict[str, Any] = {"teacher_log_probs": np.full(tokens, -1.0, np.float32)}
     if options.top:
-        found["teacher_top_ids"] = np.tile(np.arange(options.top, dtype=np.int64), (tokens, 1))
-        found["teacher_top_log_probs"] = np.full((tokens, options.top), -9.0, np.float32)
-    return found
+        taught["teacher_top_ids"] = np.tile(np.arange(options.top, dtype=np.int64), (tokens, 1))
+        taught["teacher_top_log_probs"] = np.full((tokens, options.top), -9.0, np.float32)
+    return taught
 
 
 def _traced(config: Config, model: Any, lengths: tuple[int, int], on_gpu: bool) -> TracedStep:
@@ -202,7 +202,7 @@ def _of_learner(
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
     buffers = [buffer for module in modules for buffer in module.buffers()]
     weights = sum(map(_bytes, [*parameters, *buffers]))
-    others, found = live.now - weights, []
+    others, of_kinds = live.now - weights, []
     gradients = sum(_bytes(p) for p in parameters if p.requires_grad)
     learner.model.train()
     learner.accumulate(_mini_batch([_short(rows[0][0])]))
@@ -219,7 +219,7 @@ def _of_learner(
             learner.optimizer.step()
         with live.peak() as scoring, torch.no_grad():
             _score(learner, micro[0])
-        found.append(
+        of_kinds.append(
             Held(
                 weights=weights,
                 gradients=gradients,
@@ -231,8 +231,8 @@ def _of_learner(
             )
         )
     learner.model.eval()
-    largest = max(found, key=lambda held: held.backward)
-    return replace(largest, step=max(held.step for held in found), scoring=max(held.scoring for held in found))
+    largest = max(of_kinds, key=lambda held: held.backward)
+    return replace(largest, step=max(held.step for held in of_kinds), scoring=max(held.scoring for held in of_kinds))
 
 
 def _score(learner: Actor | Critic, micro: list[TrainingSequence]) -> None:
@@ -347,10 +347,12 @@ def low_bit_state(parameters: Sequence[nn.Parameter], config: OptimizerConfig) -
 
 def _with_traceable_optimizers(config: Config) -> Config:
     """The same, where optimizers that cannot be traced have no state."""
-    ours = config.actor_rollout_ref
-    actor = msgspec.structs.replace(ours.actor, optim=_traceable(ours.actor.optim))
+    policy = config.actor_rollout_ref
+    actor = msgspec.structs.replace(policy.actor, optim=_traceable(policy.actor.optim))
     critic = msgspec.structs.replace(config.critic, optim=_traceable(config.critic.optim))
-    return msgspec.structs.replace(config, actor_rollout_ref=msgspec.structs.replace(ours, actor=actor), critic=critic)
+    return msgspec.structs.replace(
+        config, actor_rollout_ref=msgspec.structs.replace(policy, actor=actor), critic=critic
+    )
 
 
 def _traceable(optim: AnyOptim) -> AnyOptim:

@@ -122,8 +122,8 @@ def of_calls(
     scores: dict[Voice, float] = {}
     sizes: dict[Voice, int] = {}
     for rollout, (of_rollout, reward, length) in enumerate(zip(credits, rewards, lengths, strict=True)):
-        for voice, (given, size) in _voices(rollout, of_rollout, reward, length).items():
-            scores[voice], sizes[voice] = mean(np.asarray(given)), size
+        for voice, (voice_rewards, size) in _voices(rollout, of_rollout, reward, length).items():
+            scores[voice], sizes[voice] = mean(np.asarray(voice_rewards)), size
     kinds: defaultdict[str, list[Voice]] = defaultdict(list)
     for voice in scores:
         kinds[voice[1].partition(":")[0]].append(voice)
@@ -149,18 +149,18 @@ def _voices(
     rollout: int, credits: Mapping[str, Credit], reward: float, tokens: Mapping[str, int]
 ) -> dict[Voice, tuple[list[float], int]]:
     """What a rollout says wherever it is compared: the credits that speak there, and in how many sampled tokens."""
-    given: dict[Voice, list[float]] = defaultdict(list)
+    rewards: dict[Voice, list[float]] = defaultdict(list)
     size: dict[Voice, int] = defaultdict(int)
     for call_id, credit in credits.items():
         for part in credit.parts():
             if part.compared_with is not None:
                 voice = _voice(rollout, call_id, part.compared_with)
-                given[voice].append(part.reward)
+                rewards[voice].append(part.reward)
                 size[voice] += tokens[call_id]
     whole = (rollout, GROUP, None)
-    given.setdefault(whole, [reward])
+    rewards.setdefault(whole, [reward])
     size[whole] = sum(tokens.values())
-    return {voice: (given[voice], size[voice]) for voice in given}
+    return {voice: (rewards[voice], size[voice]) for voice in rewards}
 
 
 def _voice(rollout: int, call_id: str, compared_with: str) -> Voice:
@@ -175,14 +175,14 @@ def _by_name(rewards: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 def _checked(estimator: OutcomeEstimator, outcomes: Outcomes, settings: BaselineSettings) -> list[tuple[float, float]]:
     """What the estimator gives, if calls can be trained on it."""
-    found = estimator(outcomes, settings)
+    result = estimator(outcomes, settings)
     name, voices = getattr(estimator, "__name__", repr(estimator)), (len(outcomes.scores),)
-    for what, values in zip(("baseline", "scale"), found, strict=True):
+    for field, values in zip(("baseline", "scale"), result, strict=True):
         if np.shape(values) != voices or np.isnan(values).any():
-            raise EstimatorError(f"the estimator {name} gave a {what} of {values}; it must be {voices[0]} numbers")
-    if np.isinf(found[0]).any() or not np.all(found[1]):
-        raise EstimatorError(f"the estimator {name} gave an infinite baseline or a scale of 0: {found}")
-    return list(zip(found[0].tolist(), found[1].tolist(), strict=True))
+            raise EstimatorError(f"the estimator {name} gave a {field} of {values}; it must be {voices[0]} numbers")
+    if np.isinf(result[0]).any() or not np.all(result[1]):
+        raise EstimatorError(f"the estimator {name} gave an infinite baseline or a scale of 0: {result}")
+    return list(zip(result[0].tolist(), result[1].tolist(), strict=True))
 
 
 def _estimate(credit: Credit, rollout: int, call_id: str, compared: Mapping[Voice, tuple[float, float]]) -> Estimate:

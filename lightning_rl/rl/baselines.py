@@ -71,10 +71,10 @@ class Outcomes:
 
     def members(self) -> list[NDArray[np.int64]]:
         """The indices of each group's voices."""
-        found: defaultdict[Hashable, list[int]] = defaultdict(list)
+        by_group: defaultdict[Hashable, list[int]] = defaultdict(list)
         for index, group in enumerate(self.groups):
-            found[group].append(index)
-        return [np.asarray(indices, dtype=np.int64) for indices in found.values()]
+            by_group[group].append(index)
+        return [np.asarray(indices, dtype=np.int64) for indices in by_group.values()]
 
 
 class Baselines(NamedTuple):
@@ -118,9 +118,9 @@ def opo(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
 
 def gpg(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
     """GPG (arXiv 2504.02546): A_i = alpha (s_i - mean_g), alpha = N / number of scores that are not 0."""
-    found = _by_group(outcomes, settings, lambda of_group: (mean(of_group.scores), 1.0))
+    unscaled = _by_group(outcomes, settings, lambda of_group: (mean(of_group.scores), 1.0))
     share = max(1, int(np.count_nonzero(outcomes.scores))) / max(1, len(outcomes.scores))
-    return Baselines(found.baseline, found.scale * share)
+    return Baselines(unscaled.baseline, unscaled.scale * share)
 
 
 def grpo_passk(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
@@ -168,8 +168,8 @@ def remax(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
     """
     if outcomes.greedy is None:
         raise EstimatorError("the estimator remax needs the score of a greedy rollout of every task")
-    known = ~np.isnan(outcomes.greedy)
-    return Baselines(np.where(known, outcomes.greedy, 0.0), np.where(known, 1.0, math.inf))
+    has_greedy = ~np.isnan(outcomes.greedy)
+    return Baselines(np.where(has_greedy, outcomes.greedy, 0.0), np.where(has_greedy, 1.0, math.inf))
 
 
 def mean(values: Floats, weights: Floats | None = None) -> float:

@@ -91,19 +91,19 @@ def criteria(names: str, thresholds: float | str | None) -> dict[str, Bounds]:
     divergence. Raises ValueError naming the criterion.
     """
     named = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    given = [part.strip() for part in str("" if thresholds is None else thresholds).split(",") if part.strip()]
+    texts = [part.strip() for part in str("" if thresholds is None else thresholds).split(",") if part.strip()]
     if unknown := [name for name in named if name not in CRITERIA]:
         raise ValueError(f"rollout_rs {unknown[0]!r} is unknown; there are {', '.join(CRITERIA)}")
     if not named:
         raise ValueError(f"rollout_rs names no criterion; there are {', '.join(CRITERIA)}")
-    if len(given) not in (1, len(named)):
+    if len(texts) not in (1, len(named)):
         raise ValueError(
-            f"rollout_rs_threshold {thresholds!r} has {len(given)} thresholds for {len(named)} criteria of rollout_rs: "
+            f"rollout_rs_threshold {thresholds!r} has {len(texts)} thresholds for {len(named)} criteria of rollout_rs: "
             "give one for all of them, or one for each, with commas between"
         )
-    if len(given) == 1:
-        given *= len(named)
-    return {name: _criterion_bounds(name, text) for name, text in zip(named, given, strict=True)}
+    if len(texts) == 1:
+        texts *= len(named)
+    return {name: _criterion_bounds(name, text) for name, text in zip(named, texts, strict=True)}
 
 
 def importance_weights(
@@ -171,7 +171,7 @@ def accepted(log_ratio: Floats, rollout: Ints, criteria: Mapping[str, Bounds]) -
         of_token = slice(None) if name.startswith("token_") else rollouts.of_token
         rejected = (below | above)[of_token]
         keep &= ~rejected
-        found = {
+        statistics = {
             "mean": statistic[of_token].mean(),
             "max": statistic.max(),
             "min": statistic.min(),
@@ -180,7 +180,7 @@ def accepted(log_ratio: Floats, rollout: Ints, criteria: Mapping[str, Bounds]) -
             "masked_fraction": rejected.mean(),
             "seq_masked_fraction": rollouts.any(rejected).mean(),
         }
-        metrics |= {f"rollout_rs_{name}_{what}": float(value) for what, value in found.items()}
+        metrics |= {f"rollout_rs_{name}_{measure}": float(value) for measure, value in statistics.items()}
     metrics["rollout_rs_masked_fraction"] = float((~keep).mean())
     metrics["rollout_rs_seq_masked_fraction"] = float(rollouts.any(~keep).mean())
     return keep, metrics
@@ -269,10 +269,10 @@ def correct(
     metrics["tokens_without_log_prob"] = float(np.count_nonzero(~known))
     weights = None
     if rules.level:
-        found, of_weights = importance_weights(
+        known_weights, of_weights = importance_weights(
             log_ratio, of_known, level=rules.level, bounds=rules.bounds, batch_normalize=rules.batch_normalize
         )
-        weights = _spread(found, known)
+        weights = _spread(known_weights, known)
         metrics |= of_weights
     keep, of_criteria = accepted(log_ratio, of_known, rules.criteria)
     metrics |= of_criteria
@@ -381,13 +381,13 @@ def _criterion_bounds(name: str, threshold: str) -> Bounds:
     return Bounds(1 / high if low is None else low, high)
 
 
-def _range(what: str, threshold: float | str) -> Bounds:
+def _range(key: str, threshold: float | str) -> Bounds:
     """A number, or two with an underscore between, all above 0."""
     first, underscore, second = str(threshold).strip().partition("_")
     try:
         low, high = (float(first), float(second)) if underscore else (None, float(first))
     except ValueError:
-        raise ValueError(f"{what} is {threshold!r}, and must be a number or 'low_high'") from None
+        raise ValueError(f"{key} is {threshold!r}, and must be a number or 'low_high'") from None
     if not high > 0 or (low is not None and not 0 < low <= high):
-        raise ValueError(f"{what} is {threshold!r}: bounds are above 0, the lower one first")
+        raise ValueError(f"{key} is {threshold!r}: bounds are above 0, the lower one first")
     return Bounds(low, high)

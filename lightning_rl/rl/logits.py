@@ -119,8 +119,8 @@ class _Chunked(torch.autograd.Function):
         at_once: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        found = of_tokens(logits, rows, targets, temperature, candidates, with_entropy=with_entropy, at_once=at_once)
-        chosen, entropies, of_candidates = found
+        outputs = of_tokens(logits, rows, targets, temperature, candidates, with_entropy=with_entropy, at_once=at_once)
+        chosen, entropies, of_candidates = outputs
         ctx.save_for_backward(logits, rows, targets, temperature, candidates, entropies)
         ctx.at_once = at_once
         return chosen, entropies, of_candidates

@@ -312,18 +312,18 @@ def loss_named(name: str) -> Loss:
 
 def token_loss_of(name: str, loss: Loss, tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     """The loss of each token. Raises TypeError where a loss of the user's gives anything else."""
-    found = loss.token_loss(tokens, options)
-    if not isinstance(found, PolicyLoss):
+    policy_loss = loss.token_loss(tokens, options)
+    if not isinstance(policy_loss, PolicyLoss):
         raise TypeError(
-            f"loss_mode {name!r} gave a {type(found).__name__}; it must give PolicyLoss(loss, clipped, ...)"
+            f"loss_mode {name!r} gave a {type(policy_loss).__name__}; it must give PolicyLoss(loss, clipped, ...)"
         )
-    for field, value in zip(PolicyLoss._fields, found, strict=True):
+    for field, value in zip(PolicyLoss._fields, policy_loss, strict=True):
         if value.shape != tokens.log_probs.shape:
             raise TypeError(
                 f"loss_mode {name!r} gave a {field} of {list(value.shape)}; it must be {list(tokens.log_probs.shape)}, "
                 "one of each token: loss_agg_mode weights and adds them up"
             )
-    return found
+    return policy_loss
 
 
 def check_options(name: str, options: LossOptions) -> None:

@@ -91,10 +91,10 @@ def token_log_probs_of_states(
 
     Returns: [K]; [K] or None; [K, C] or None, in float32, or float64 where the layer is.
     """
-    found = _OfStates.apply(  # type: ignore[no-untyped-call]
+    outputs = _OfStates.apply(  # type: ignore[no-untyped-call]
         states, layer.weight, layer.bias, layer, targets, temperature, candidates, with_entropy, chunk
     )
-    log_probs, entropies, of_candidates = found
+    log_probs, entropies, of_candidates = outputs
     return log_probs, entropies if with_entropy else None, None if candidates is None else of_candidates
 
 
@@ -111,12 +111,12 @@ def top_log_probs_of_states(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `rl.logits.top_log_probs` of the logits of `states` [K, D], which are never whole."""
     ready, at_once = layer.cast(), layer.rows_at_once(chunk)
-    found = []
+    chunks = []
     for part in parts(max(len(states), 1), at_once):
         logits = ready.logits(states[part])
         rows = torch.arange(len(logits), device=logits.device)
-        found.append(top_log_probs(logits, rows, targets[part], temperature[part], top, vocabulary=vocabulary))
-    log_probs, likely, of_likely = (torch.cat(own) for own in zip(*found, strict=True))
+        chunks.append(top_log_probs(logits, rows, targets[part], temperature[part], top, vocabulary=vocabulary))
+    log_probs, likely, of_likely = (torch.cat(own) for own in zip(*chunks, strict=True))
     return log_probs, likely, of_likely
 
 
@@ -143,7 +143,7 @@ class _OfStates(torch.autograd.Function):
         of_candidates = chosen.new_empty(0 if candidates is None else candidates.shape)
         for part in parts(len(states), at_once):
             logits = ready.logits(states[part])
-            found = of_tokens(
+            outputs = of_tokens(
                 logits,
                 torch.arange(len(logits), device=logits.device),
                 targets[part],
@@ -152,11 +152,11 @@ class _OfStates(torch.autograd.Function):
                 with_entropy=with_entropy,
                 at_once=inner,
             )
-            chosen[part] = found[0]
+            chosen[part] = outputs[0]
             if with_entropy:
-                entropies[part] = found[1]
+                entropies[part] = outputs[1]
             if candidates is not None:
-                of_candidates[part] = found[2]
+                of_candidates[part] = outputs[2]
             del logits  # before the next chunk's are made
         ctx.save_for_backward(states, weight, bias, targets, temperature, candidates, entropies)
         ctx.behind, ctx.dtype, ctx.at_once, ctx.inner = layer.behind, layer.dtype, at_once, inner

@@ -121,12 +121,12 @@ def gae(
     for call in reversed(range(len(parents))):
         after = [first[child] for child in children[call]]
         value, advantage = _mean([v for v, _ in after]), _mean([a for _, a in after])
-        found = []
+        from_end = []
         for reward, own in zip(reversed(rewards[call].tolist()), reversed(values[call].tolist()), strict=True):
             advantage = reward + gamma * value - own + gamma * lam * advantage
             value = own
-            found.append(advantage)
-        advantages[call][:] = found[::-1]
+            from_end.append(advantage)
+        advantages[call][:] = from_end[::-1]
         first[call] = value, advantage
     return advantages, [a + v for a, v in zip(advantages, values, strict=True)]
 
@@ -138,10 +138,10 @@ def discounted_returns(parents: Sequence[int | None], rewards: Sequence[Floats],
     first = [0.0] * len(parents)  # the return where the call begins
     for call in reversed(range(len(parents))):
         later = _mean([first[child] for child in children[call]])
-        given = rewards[call].tolist()
-        for t in reversed(range(len(given))):
-            given[t] = later = given[t] + gamma * later
-        returns[call][:] = given
+        sums = rewards[call].tolist()
+        for t in reversed(range(len(sums))):
+            sums[t] = later = sums[t] + gamma * later
+        returns[call][:] = sums
         first[call] = later
     return returns
 
@@ -175,7 +175,7 @@ def _token_baseline(
         by_column = _by_column([(columns[i], returns[i], energies[i]) for i in group_members])
         for i in group_members:
             baselines[i] = [by_column[places] for places in columns[i]]
-    return [TokenEstimate(*found) for found in zip(returns, baselines, strict=True)]
+    return [TokenEstimate(*pair) for pair in zip(returns, baselines, strict=True)]
 
 
 def _by_column(
@@ -194,8 +194,8 @@ def _by_column(
         weighted += np.bincount(column, energies * returns, width) * share
         plain += np.bincount(column, returns, width) * share
     # Where no token could have been another, nothing pulls on the weights, and any baseline will do.
-    found = np.where(weights > 0, weighted / np.where(weights > 0, weights, 1), plain / np.maximum(live, 1))
-    return np.where(live > 1, found, 0.0)
+    baseline = np.where(weights > 0, weighted / np.where(weights > 0, weights, 1), plain / np.maximum(live, 1))
+    return np.where(live > 1, baseline, 0.0)
 
 
 def _energies(tree: TokenTree) -> list[Floats]:

@@ -40,8 +40,8 @@ def pickled(agent: Any) -> bytes:
 
 def _code_in_its_file(code: CodeType) -> tuple[Any, ...]:
     """As cloudpickle's, with the file that the code is from, so that an agent's traceback shows its lines."""
-    kind, given = cloudpickle.Pickler.dispatch_table[CodeType](code)
-    return kind, tuple(code.co_filename if each == "<dynamic-code>" else each for each in given)
+    kind, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
+    return kind, tuple(code.co_filename if each == "<dynamic-code>" else each for each in arguments)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -69,10 +69,10 @@ def _options(client: Any) -> dict[str, Any]:
     """What a client was made with. Raises PicklingError for an HTTP client of the user's own, which is not known."""
     if not type(client._client).__module__.startswith(type(client).__module__.partition(".")[0]):
         raise pickle.PicklingError(f"a module-level {type(client).__name__} with an http_client of its own")
-    taken = inspect.signature(type(client)).parameters
-    given = {name: getattr(client, name, None) for name in _OPTIONS if name in taken}
+    parameters = inspect.signature(type(client)).parameters
+    options = {name: getattr(client, name, None) for name in _OPTIONS if name in parameters}
     return {
-        **{name: value for name, value in given.items() if value is not None},
+        **{name: value for name, value in options.items() if value is not None},
         "base_url": str(client.base_url),
         "default_headers": dict(client._custom_headers),
         "default_query": dict(client._custom_query),

@@ -39,10 +39,10 @@ class SpanDelivery:
         waiting = deque(_requests(emitted))
         while waiting:
             together = waiting.popleft()
-            taken = self._taken(together)
-            if taken:
+            accepted = self._taken(together)
+            if accepted:
                 continue
-            if taken is None:
+            if accepted is None:
                 together += [one for others in waiting for one in others]
                 waiting.clear()
             elif len(together) > 1:  # what is wrong with one of them is no other's loss
@@ -51,8 +51,8 @@ class SpanDelivery:
             for name, batch in together:
                 lost[name] += batch.number
         for rollout_id, number in lost.items():
-            told = "%d of the %d spans that rollout %s emitted did not reach the server"
-            _log.warning(told, number, sum(each.number for name, each in emitted if name == rollout_id), rollout_id)
+            message = "%d of the %d spans that rollout %s emitted did not reach the server"
+            _log.warning(message, number, sum(each.number for name, each in emitted if name == rollout_id), rollout_id)
 
     def _taken(self, together: Sequence[SpansOf]) -> bool | None:
         """Whether the server takes these; None where it does not say so in time."""

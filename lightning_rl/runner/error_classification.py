@@ -45,10 +45,10 @@ def is_infrastructure(error: BaseException, claim: Claim) -> bool:
         if isinstance(cause, Unreachable | InfrastructureError):
             return True
         url = _requested_url(cause)
-        ours = any(url.startswith(server) for server in servers)
+        to_server = any(url.startswith(server) for server in servers)
         status = _status(cause)
         failed = status is None or status >= 500
-        if ours and failed and "Timeout" not in type(cause).__name__:
+        if to_server and failed and "Timeout" not in type(cause).__name__:
             return True
     return False
 

@@ -143,6 +143,6 @@ def _stack_of(thread: int | None) -> str:
 
 def _told(stack: traceback.StackSummary) -> str:
     """The agent's part of it."""
-    ours = [number for number, entry in enumerate(stack) if entry.filename in _OURS]
-    theirs = traceback.StackSummary.from_list(stack[ours[-1] + 1 :] if ours else stack)
-    return "".join(["The agent was here when its time was over (most recent call last):\n", *theirs.format()])
+    runner_entries = [number for number, entry in enumerate(stack) if entry.filename in _OURS]
+    agent_entries = traceback.StackSummary.from_list(stack[runner_entries[-1] + 1 :] if runner_entries else stack)
+    return "".join(["The agent was here when its time was over (most recent call last):\n", *agent_entries.format()])

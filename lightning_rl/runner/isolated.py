@@ -67,11 +67,11 @@ class ForkServer:
 
     def begin_rollout(self, number: int, claim: Claim, printed: Printed, ended: Ended) -> None:
         """Fork a process for it; `ended` is called in the loop."""
-        ours, theirs = socket.socketpair()
+        parent_end, child_end = socket.socketpair()
         pipes = [os.pipe(), os.pipe()]
-        inherited = [theirs.fileno(), *(write for _, write in pipes)]
-        with theirs, self._sending:
-            self._loop.submit(self._follow(number, claim, printed, ours, [read for read, _ in pipes], ended))
+        inherited = [child_end.fileno(), *(write for _, write in pipes)]
+        with child_end, self._sending:
+            self._loop.submit(self._follow(number, claim, printed, parent_end, [read for read, _ in pipes], ended))
             with contextlib.suppress(OSError):  # it is gone: `died` was told, or will be
                 socket.send_fds(self._control, [_MESSAGE.pack(_START, number, 0)], inherited)
         for _, write in pipes:
@@ -100,13 +100,13 @@ class ForkServer:
         number: int,
         claim: Claim,
         printed: Printed,
-        ours: socket.socket,
+        parent_end: socket.socket,
         pipes: list[int],
         ended: Ended,
     ) -> None:
-        with ours, _passing_on(pipes, printed):
-            ours.setblocking(False)
-            answer = asyncio.ensure_future(_answer(ours, claim))
+        with parent_end, _passing_on(pipes, printed):
+            parent_end.setblocking(False)
+            answer = asyncio.ensure_future(_answer(parent_end, claim))
             status = await self._ending(number)
             del self._ended[number]
             await asyncio.wait([answer], timeout=_LAST_BYTES_SECONDS)
@@ -167,7 +167,7 @@ async def _answer(conn: socket.socket, claim: Claim) -> Outcome | None:
 @contextlib.contextmanager
 def _passing_on(pipes: list[int], printed: Printed) -> Iterator[None]:
     """Inside the block, what comes through the pipes is kept and goes on to the log; what is in them at its end too."""
-    loop, kept = asyncio.get_running_loop(), [printed.stdout, printed.stderr]
+    loop, outputs = asyncio.get_running_loop(), [printed.stdout, printed.stderr]
 
     def read(pipe: int, into: CapturedOutput) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -177,13 +177,13 @@ def _passing_on(pipes: list[int], printed: Printed) -> Iterator[None]:
             if not data:
                 loop.remove_reader(pipe)
 
-    for pipe, into in zip(pipes, kept, strict=True):
+    for pipe, into in zip(pipes, outputs, strict=True):
         os.set_blocking(pipe, False)
         loop.add_reader(pipe, read, pipe, into)
     try:
         yield
     finally:
-        for pipe, into in zip(pipes, kept, strict=True):
+        for pipe, into in zip(pipes, outputs, strict=True):
             read(pipe, into)  # as much as a pipe holds; what has left the process group may write for ever
             loop.remove_reader(pipe)
             os.close(pipe)
@@ -208,19 +208,19 @@ def fork(agent: Agent, *, close: int) -> ForkServer:
     threads."""
     from lightning_rl.agents import clients
 
-    ours, theirs = socket.socketpair()
+    parent_end, child_end = socket.socketpair()
     if os.fork() == 0:
         try:
             os.close(close)
-            ours.close()
+            parent_end.close()
             clients.make_for_forked()
-            _ForkServer(agent, theirs).serve()
+            _ForkServer(agent, child_end).serve()
         except BaseException:  # noqa: BLE001 - it is told, and ends the runner process, which is started anew
             _log.exception("the fork server failed")
         finally:
             os._exit(1)
-    theirs.close()
-    return ForkServer(ours)
+    child_end.close()
+    return ForkServer(parent_end)
 
 
 class _ForkServer:
@@ -259,8 +259,8 @@ class _ForkServer:
             for pid in self._numbers:
                 _kill_group(pid)
             os._exit(0)
-        what, number, _ = _MESSAGE.unpack(message)
-        if what == _START:
+        kind, number, _ = _MESSAGE.unpack(message)
+        if kind == _START:
             self._fork(number, fds)
         else:
             for pid in [pid for pid, its in self._numbers.items() if its == number]:

@@ -71,12 +71,15 @@ class Host:
     """The actor: runner processes on the machine where Ray has put it. `sys_path` is the trainer's."""
 
     def __init__(self, name: str, payload: Payload, slots: Sequence[int]) -> None:
-        theirs = [path for path in payload["sys_path"] if path not in sys.path]
+        extra_paths = [path for path in payload["sys_path"] if path not in sys.path]
         self._log_dir = tempfile.mkdtemp(prefix=f"lightning-rl-{name.replace(' ', '-')}-")
         self._parts = ExitStack()
         self._working = self._parts.enter_context(
             running(
-                Payload(**(payload | {"sys_path": [*sys.path, *theirs]})), slots, log_dir=Path(self._log_dir), name=name
+                Payload(**(payload | {"sys_path": [*sys.path, *extra_paths]})),
+                slots,
+                log_dir=Path(self._log_dir),
+                name=name,
             )
         )
 
@@ -117,7 +120,7 @@ class _Seat:
             self._warn_of_no_place()
             return
         try:
-            seen: Seen = ray.get(self._answer)
+            report: Seen = ray.get(self._answer)
         except ray.exceptions.ActorUnavailableError:  # it may be there again
             pass
         except ray.exceptions.RayActorError as error:
@@ -127,8 +130,8 @@ class _Seat:
             raise ChildDied(f"{self.name}, on Ray: {error.cause}") from error
         else:
             if self.seen is None:
-                _log.info("%s is on %s; its logs are in %s there", self.name, seen.host, seen.log_dir)
-            self.seen = seen
+                _log.info("%s is on %s; its logs are in %s there", self.name, report.host, report.log_dir)
+            self.seen = report
         self._answer = self.actor.check.remote()
 
     def lose_claims(self) -> None:
@@ -180,9 +183,9 @@ class Hosts:
     def stop(self) -> None:
         """Let all give back what runs, and end them."""
         ray = _ray()
-        asked = [seat.actor.stop.remote() for seat in self._seats if seat.seen is not None]
-        if asked:
-            ray.wait(asked, num_returns=len(asked), timeout=_STOP_SECONDS)
+        answers = [seat.actor.stop.remote() for seat in self._seats if seat.seen is not None]
+        if answers:
+            ray.wait(answers, num_returns=len(answers), timeout=_STOP_SECONDS)
         for seat in self._seats:
             ray.kill(seat.actor)
             seat.lose_claims()
@@ -191,13 +194,13 @@ class Hosts:
 class _Remote:
     """Makes actors that ask for what the configuration says, and spread over the machines where they can."""
 
-    def __init__(self, given: RayActors) -> None:
+    def __init__(self, actors: RayActors) -> None:
         ray = _ray()
-        self.asked = asked(given)
+        self.asked = asked(actors)
         self._actor = ray.remote(Host).options(
-            num_cpus=given.num_cpus,
-            num_gpus=given.num_gpus,
-            resources=given.resources or {},
+            num_cpus=actors.num_cpus,
+            num_gpus=actors.num_gpus,
+            resources=actors.resources or {},
             scheduling_strategy="SPREAD",
         )
 

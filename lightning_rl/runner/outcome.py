@@ -48,10 +48,10 @@ def of_return(claim: Claim, emitted: Emitted, returned: Any) -> Outcome:
 
 def of_rewards(claim: Claim, emitted: Emitted, rewards: dict[str, float] | None) -> Outcome:
     """What an agent came to that is done, with these rewards by name."""
-    given, finish = emitted.call_rewards, Finish(status="succeeded", reward=rewards, error=emitted.trouble)
+    call_rewards, finish = emitted.call_rewards, Finish(status="succeeded", reward=rewards, error=emitted.trouble)
     if rewards is not None and FINAL not in rewards:
-        given, finish = given + _named(claim, rewards), Finish(status="succeeded", error=emitted.trouble)
-    return Outcome(given, finish, batches(emitted.spans))
+        call_rewards, finish = call_rewards + _named(claim, rewards), Finish(status="succeeded", error=emitted.trouble)
+    return Outcome(call_rewards, finish, batches(emitted.spans))
 
 
 def of_error(claim: Claim, emitted: Emitted, error: BaseException) -> Outcome:

@@ -149,9 +149,9 @@ class _Routed(io.RawIOBase):
 
 def write_all(fd: int, data: bytes) -> None:
     """Write all of it."""
-    left = memoryview(data)
-    while left:
-        left = left[os.write(fd, left) :]
+    remaining = memoryview(data)
+    while remaining:
+        remaining = remaining[os.write(fd, remaining) :]
 
 
 LOG = RunnerLog(2)  # a runner's stderr

@@ -101,11 +101,11 @@ class Results:
 
     def _new_groups(self) -> list[_Group]:
         with self._there:
-            taken = [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
-        if emitted := [(result.ending.rollout_id, batch) for result in taken for batch in result.spans]:
+            results = [self._waiting.popleft() for _ in range(min(_TOGETHER, len(self._waiting)))]
+        if emitted := [(result.ending.rollout_id, batch) for result in results for batch in result.spans]:
             self._deliver(emitted)
         groups: dict[str | None, _Group] = {}
-        for result in taken:
+        for result in results:
             groups.setdefault(result.claim.gateway_url, _Group([])).results.append(result)
         return list(groups.values())
 

@@ -61,9 +61,9 @@ class Slots:
                 pass
             if self._retired or self._closed:
                 return 0
-            left = self._free if self._most is None else self._most - self._taken
+            remaining = self._free if self._most is None else self._most - self._taken
             share = self._free if self._free <= self._all // 4 else (self._free + 1) // 2
-            number = min(most, share, left)
+            number = min(most, share, remaining)
             self._free -= number
             self._taken += number
             return number

@@ -172,8 +172,8 @@ class Worker:
         )
         self._results.put(Result(claim, ending, running.log(), outcome.spans, partial(self._over, claim)))
 
-    def _over(self, claim: Claim, taken: bool, again: bool) -> None:
-        if taken:
+    def _over(self, claim: Claim, accepted: bool, again: bool) -> None:
+        if accepted:
             self._finished()
         self._active.remove(claim)
         del self._running[claim.attempt.attempt_id]

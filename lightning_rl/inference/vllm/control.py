@@ -23,9 +23,9 @@ class WeightsRefused(Explained, RuntimeError):
 class VllmRefused(Explained, RuntimeError):
     """A vLLM server answered with an error, of HTTP `status`."""
 
-    def __init__(self, what: str, response: urllib3.BaseHTTPResponse) -> None:
+    def __init__(self, prefix: str, response: urllib3.BaseHTTPResponse) -> None:
         self.status = response.status
-        super().__init__(what + _message(response.data))
+        super().__init__(prefix + _message(response.data))
 
 
 class Unreached(Explained, RuntimeError):
@@ -124,8 +124,8 @@ class Control:
     def tokenize(self, text: str) -> list[int]:
         """The token ids that the server writes a text with. Raises VllmRefused and Unreached."""
         body = {"prompt": text, "add_special_tokens": False}
-        found: list[int] = self._ask("POST", "/tokenize", body)["tokens"]
-        return found
+        token_ids: list[int] = self._ask("POST", "/tokenize", body)["tokens"]
+        return token_ids
 
     def close(self) -> None:
         """Free its connections."""
@@ -140,12 +140,12 @@ class Control:
             raise WeightsRefused(f"{error}{advice}") from error
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        said = self._send(method, path, body) or b"{}"
+        content = self._send(method, path, body) or b"{}"
         try:
-            found: dict[str, Any] = msgspec.json.decode(said, type=dict)
+            answer: dict[str, Any] = msgspec.json.decode(content, type=dict)
         except msgspec.DecodeError as error:  # of a proxy before it
-            raise Unreached(f"vLLM at {self.url}{path} answers with no JSON object: {said[:200]!r}") from error
-        return found
+            raise Unreached(f"vLLM at {self.url}{path} answers with no JSON object: {content[:200]!r}") from error
+        return answer
 
     def _send(self, method: str, path: str, body: Any = None) -> bytes:
         sent = None if body is None else json.dumps(body).encode()

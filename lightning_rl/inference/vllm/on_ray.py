@@ -76,8 +76,8 @@ class RayServer:
         except self._ray.exceptions.RayTaskError as error:
             raise error.cause from error
         except self._ray.exceptions.RayError as error:
-            told = " ".join(str(error).split())
-            raise VllmNotStarted(f"vLLM at {self.url}: its machine or its Ray actor is gone: {told}") from error
+            message = " ".join(str(error).split())
+            raise VllmNotStarted(f"vLLM at {self.url}: its machine or its Ray actor is gone: {message}") from error
 
 
 class _Host:

@@ -69,7 +69,7 @@ class VllmPolicy:
         self.score: LogProbs | None = None if source.elsewhere else bind(log_probs_of, model)
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self.on_outage: Callable[[bool], None] = lambda away: None
-        self.make_room: Callable[[str], None] = lambda what: free_unused_memory()
+        self.make_room: Callable[[str], None] = lambda memory: free_unused_memory()
         context = options.context or model.config.get_text_config().max_position_embeddings
         sees = vision_of(self.folder, model) is not None
         # The servers' own weights, which an adapter would be put over, are not those in 4 bits; and one policy of

@@ -104,13 +104,13 @@ class VllmServer:
         printed = self._printed()
         child = self._started
         status = child.told["ended"] if "ended" in child.told else child.process.poll() or 0
-        what = child.told.get("error") or f"it {how_it_ended(status)}"
+        reason = child.told.get("error") or f"it {how_it_ended(status)}"
         for pattern, advice in _KNOWN:
             if match := re.search(pattern, printed):
-                what += f": {advice.format(**match.groupdict())}"
+                reason += f": {advice.format(**match.groupdict())}"
                 break
         tail = "\n".join(printed.splitlines()[-_TAIL_LINES:])
-        return f"vLLM at {self.url} ({self.options.python}): {what}. The end of {self.log}:\n{tail}"
+        return f"vLLM at {self.url} ({self.options.python}): {reason}. The end of {self.log}:\n{tail}"
 
     def ask_to_stop(self) -> None:
         """Begin to end it; `stop` waits."""

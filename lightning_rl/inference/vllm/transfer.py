@@ -135,10 +135,10 @@ class AdapterTransfer:
         """See `Transfer`."""
         name = self.served_name
         control.load_adapter(name, list(self._folders.values())[-1])
-        given = self._given.setdefault(control, [])
-        given.append(name)
-        while len(given) > self._kept:
-            control.unload_adapter(given.pop(0))
+        names = self._given.setdefault(control, [])
+        names.append(name)
+        while len(names) > self._kept:
+            control.unload_adapter(names.pop(0))
 
     def forget(self, control: Control) -> None:
         """See `Transfer`."""
@@ -256,10 +256,10 @@ class _Client:
         self._control.begin()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        told = dict(update_info)
-        if (handles := told.pop("ipc_handles", None)) is not None:  # no JSON
-            told["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
-        self._control.update(told)
+        info = dict(update_info)
+        if (handles := info.pop("ipc_handles", None)) is not None:  # no JSON
+            info["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(handles)).decode()
+        self._control.update(info)
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self._control.finish(self.version)

@@ -63,8 +63,8 @@ def log_probs_of(model: Any, token_ids: list[int], first: int) -> list[float]:
     """What the causal LM `model` says of the tokens from `first` on, at temperature 1."""
     tokens = torch.tensor([token_ids], device=next(model.parameters()).device)
     own = model(input_ids=tokens).logits[0, first - 1 : -1].float().log_softmax(-1)
-    found: list[float] = own.gather(-1, tokens[0, first:, None])[:, 0].tolist()
-    return found
+    log_probs: list[float] = own.gather(-1, tokens[0, first:, None])[:, 0].tolist()
+    return log_probs
 
 
 def prove(
@@ -89,9 +89,9 @@ def prove(
         EngineMismatch: they are further apart.
     """
     prompt = [(7919 * i + 17) % vocabulary for i in range(_PROMPT)]  # anything: a model has an opinion on any tokens
-    said = sample(prompt, _TOKENS)
-    own = torch.tensor(score(prompt + said.token_ids, _PROMPT))
-    gaps = (own - torch.tensor(said.logprobs)).abs().nan_to_num(nan=math.inf)  # none of these is unknown
+    sampled = sample(prompt, _TOKENS)
+    own = torch.tensor(score(prompt + sampled.token_ids, _PROMPT))
+    gaps = (own - torch.tensor(sampled.logprobs)).abs().nan_to_num(nan=math.inf)  # none of these is unknown
     if (apart := tolerance.exceeded_by(gaps.numpy())) is not None:
         raise EngineMismatch(
             f"the log probabilities of {engine} and of the weights of version {version} are {apart}: it does not "

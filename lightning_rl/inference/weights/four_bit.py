@@ -81,8 +81,8 @@ def weight_of(layer: Any) -> Tensor:
 def described(layer: Any) -> Described:
     """What is known of `weight_of` a layer."""
     weight = layer.weight
-    told = weight.quant_state if is_quantized(layer) else weight
-    return Described(told.dtype, tuple(told.shape))
+    source = weight.quant_state if is_quantized(layer) else weight
+    return Described(source.dtype, tuple(source.shape))
 
 
 def quantized_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -215,15 +215,15 @@ def _write(file: Path, described: Mapping[str, Described], tensors: Iterator[tup
 
 
 def _reverted(model: Any, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
-    return found
+    tensors: dict[str, Tensor] = revert_weight_conversion(model, {name: tensor})
+    return tensors
 
 
-def _held(own: torch.dtype, asked: torch.dtype) -> torch.dtype:
-    return asked if own.is_floating_point else own
+def _held(own: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    return dtype if own.is_floating_point else own
 
 
 def _place(tensor: Tensor) -> Any:
     """What two names of one tensor have in common; without numbers (on `meta`, or shared) it is the object itself."""
-    known = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"
-    return (tensor.data_ptr(), tensor.shape) if known and tensor.numel() else id(tensor)
+    has_address = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta"
+    return (tensor.data_ptr(), tensor.shape) if has_address and tensor.numel() else id(tensor)

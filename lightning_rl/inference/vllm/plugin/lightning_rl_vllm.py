@@ -75,12 +75,12 @@ def _tensors(file: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, file.get_tensor(name)
 
 
-def _check(found: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
-    odd = {name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)}
+def _check(actual: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
+    odd = {name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name)}
     if odd:
         name = min(odd)
         raise ValueError(
-            f"the file is not of this model: {_some(odd)} differ; {name} has shape {found.get(name)}, "
+            f"the file is not of this model: {_some(odd)} differ; {name} has shape {actual.get(name)}, "
             f"expected {expected.get(name)}"
         )
 
