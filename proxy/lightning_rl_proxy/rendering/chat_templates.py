@@ -51,18 +51,40 @@ Tools = Sequence[dict[str, Any]] | None
 Outcome = Literal["proven", "refused", "moved"]
 
 _log = logging.getLogger(__name__)
-_FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+TEMPLATE_FAILURES = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 _VARYING = ("strftime_now", "random", "lipsum")  # with which a template writes the same messages in another way
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", *_NAMED_TOKENS}  # to every template
 _THINK, _CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")  # which parsing needs, special or not
-_TOOL_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _THOUGHT = re.compile(r"\A\s*(<think>)?.*?</think>", re.DOTALL)
 _PLACEHOLDER = "ANSWER0PLACEHOLDER0"
 _QUESTION: Message = {"role": "user", "content": "a question"}
 _CALLED: list[Message] = [
     _QUESTION,
     {"role": "assistant", "content": "", "tool_calls": [tool_call("call00000", "look_up", {"what": "cats"})]},
+]
+
+
+_LOOK_UP = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a thing up.",
+        "parameters": {"type": "object", "properties": {"what": {"type": "string"}}, "required": ["what"]},
+    },
+}
+PROMPTS: list[tuple[list[Message], Tools]] = [  # that tell chat formats apart
+    ([_QUESTION], None),
+    ([{"role": "system", "content": "Be brief."}, _QUESTION], [_LOOK_UP]),
+    ([*_CALLED, {"role": "tool", "content": "two", "tool_call_id": "call00000", "name": "look_up"}], [_LOOK_UP]),
 ]
 
 
@@ -109,7 +131,7 @@ class ChatTemplate:
     def _renders(self, messages: Sequence[Message]) -> bool:
         try:
             self.text(messages, None)
-        except _FAILURES:
+        except TEMPLATE_FAILURES:
             return False
         return True
 
@@ -139,7 +161,7 @@ class TemplateRenderer:
         self.vision = vision
         self.chat_template_kwargs: Mapping[str, Any] = dict(chat_template_kwargs or {})
         self._keep = history == "keep"
-        self._template = _usable(folder, texts, tokenizer, self.chat_template_kwargs)
+        self._template = usable_template(folder, texts, tokenizer, self.chat_template_kwargs)
         self._thinks = self._template.reasons or tokenizer.token_id("</think>") is not None
         self._anchor = _anchor(tokenizer)
         self._closer = self._find_closer()
@@ -155,18 +177,17 @@ class TemplateRenderer:
         variants = Variants(lambda kwargs: again(chat_template_kwargs={**own, **kwargs}))
         self.told, self.knows = variants.told, variants.knows
         self._model = model
-        self._hides_tools = self._writes_no_tools()
+        self._tools_looked_at = False
         rendered = RenderedPrompts(self._rendered, tokenizer.long_texts).ids
         self._prompt_ids = self._rendered if self._template.varies else rendered
         self._warn(model)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         """See `Renderer`."""
-        if tools and self._hides_tools:
-            self._hides_tools = False  # told once
-            _log.warning(
-                "the chat template of model %s does not write tools: it never sees those that agents send", self._model
-            )
+        if tools and not self._tools_looked_at:
+            self._tools_looked_at = True
+            if problem := self._tools_problem():
+                _log.warning("the chat template of model %s %s", self._model, problem)
         return self._prompt_ids(messages, tools)
 
     def _rendered(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -179,7 +200,7 @@ class TemplateRenderer:
     def _text(self, messages: Sequence[Message], tools: Tools, *, generation: bool) -> str:
         try:
             return self._template.text(messages, tools, generation=generation)
-        except _FAILURES as error:
+        except TEMPLATE_FAILURES as error:
             raise GatewayError(
                 400, f"the chat template cannot render these messages: {_why(error)}", param="messages"
             ) from error
@@ -245,7 +266,7 @@ class TemplateRenderer:
         answer = {"role": "assistant", "content": _PLACEHOLDER}
         try:
             tail = self._template.text([_QUESTION, answer], None, generation=False).partition(_PLACEHOLDER)[2]
-        except _FAILURES:
+        except TEMPLATE_FAILURES:
             tail = ""
         if tail and behind.startswith(tail):
             return tail
@@ -261,7 +282,7 @@ class TemplateRenderer:
         try:
             prompt = self._template.text([_QUESTION], tools)
             before, _, behind = self._template.text([_QUESTION, answer, *messages], tools).partition(_PLACEHOLDER)
-        except _FAILURES:
+        except TEMPLATE_FAILURES:
             return None
         # Messages that change what stands before the answer (a system text moved to the top) are no continuation.
         if not behind or not before.startswith(OPENING.sub("", prompt)):
@@ -358,7 +379,7 @@ class TemplateRenderer:
         try:
             prompt = self._template.text(probe.history, probe.tools)
             longer = self._template.text([*probe.history, probe.answer, *probe.then], probe.tools)
-        except _FAILURES:
+        except TEMPLATE_FAILURES:
             return "refused"
         added = self._addition(probe.then, probe.tools)
         bare = OPENING.sub("", prompt)
@@ -380,12 +401,23 @@ class TemplateRenderer:
             own, content = _THOUGHT.sub("", own), _THOUGHT.sub("", content)
         return "".join((opening + own).split()) == "".join(content.split())
 
-    def _writes_no_tools(self) -> bool:
+    def _tools_problem(self) -> str | None:
+        """What keeps tools from being used under this template, if anything does."""
         tool = {"type": "function", "function": {"name": _PLACEHOLDER, "parameters": {"type": "object"}}}
+        call = {"role": "assistant", "content": "", "tool_calls": [tool_call("call00000", _PLACEHOLDER, {"what": "a"})]}
         try:
-            return _PLACEHOLDER not in self._template.text([_QUESTION], [tool])
-        except _FAILURES:
-            return False  # it refuses them, and says so
+            prompt = self._template.text([_QUESTION], [tool])
+            if _PLACEHOLDER not in prompt:
+                return "does not write tools: it never sees those that agents send"
+            text = self._template.text([_QUESTION, call], [tool], generation=False)
+        except TEMPLATE_FAILURES:
+            return None  # it refuses them, and says so
+        if text.count(_PLACEHOLDER) > prompt.count(_PLACEHOLDER) and not _split_tool_calls("", text)[1]:
+            return (
+                "writes tool calls in a form that is not read here (<tool_call>JSON</tool_call> is): agents get them "
+                "as text. Name its family's renderer, if there is one: actor_rollout_ref.rollout.renderer=llama-3, ..."
+            )
+        return None
 
     def _warn(self, model: str) -> None:
         moved = [name for name, outcome in self._outcomes.items() if outcome == "moved"]
@@ -428,13 +460,14 @@ def read_template(folder: Path, config: Mapping[str, Any]) -> dict[str, str] | N
     return texts
 
 
-def _usable(
+def usable_template(
     folder: Path, texts: Mapping[str, str], tokenizer: FastTokenizer, kwargs: Mapping[str, Any]
 ) -> ChatTemplate:
+    """The template of a folder. Raises ValueError naming it for one that cannot be used, or not with the kwargs."""
     try:
         template = ChatTemplate(texts, _special_tokens(folder, tokenizer.config), tokenizer, kwargs)
         template.text([_QUESTION], None)
-    except _FAILURES as error:
+    except TEMPLATE_FAILURES as error:
         raise _unusable(folder, _why(error)) from error
     return template
 
@@ -498,22 +531,30 @@ def _placeholder_calls(messages: Sequence[Message], tools: Tools) -> list[dict[s
 
 def _split_tool_calls(call_id: str, text: str) -> tuple[str, list[dict[str, Any]]]:
     """The text without its well-formed calls in the Hermes form, and those calls in OpenAI's."""
+    opening, closing = _CALL
     calls: list[dict[str, Any]] = []
+    kept, at = "", 0  # `text` is read up to here; a regular expression would read an unclosed call again and again
+    while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start)) >= 0:
+        call = _hermes_call(text[start + len(opening) : end])
+        following = end + len(closing)
+        kept += text[at : following if call is None else start]
+        if call is not None:
+            calls.append(tool_call(tool_call_id(call_id, len(calls)), *call))
+        at = following
+    kept += text[at:]
+    return (kept.rstrip() if calls else kept), calls
 
-    def take(match: re.Match[str]) -> str:
-        try:
-            call = json.loads(match[1])
-            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                return match[0]
-            if not isinstance(arguments := call.get("arguments"), dict):
-                return match[0]
-            calls.append(tool_call(tool_call_id(call_id, len(calls)), call["name"], arguments))
-        except (ValueError, RecursionError):  # no JSON, nested too deep, or with a number of too many digits
-            return match[0]
-        return ""
 
-    rest = _TOOL_CALL.sub(take, text)
-    return (rest.rstrip() if calls else rest), calls
+def _hermes_call(text: str) -> tuple[str, dict[str, Any]] | None:
+    """The name and the arguments of a call, `{"name": ..., "arguments": {...}}`; None where it is no such object."""
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):  # no JSON, nested too deep, or with a number of too many digits
+        return None
+    if not isinstance(call, dict):
+        return None
+    name, arguments = call.get("name"), call.get("arguments")
+    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:

@@ -9,8 +9,16 @@ import renderers
 from renderers.base import MODEL_RENDERER_MAP
 from renderers.configs import config_from_name
 
+from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import check_kwargs
-from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer, read_template
+from lightning_rl_proxy.rendering.chat_templates import (
+    PROMPTS,
+    TEMPLATE_FAILURES,
+    ChatTemplate,
+    TemplateRenderer,
+    read_template,
+    usable_template,
+)
 from lightning_rl_proxy.rendering.images import Vision, vision_of
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer, SpecialTokens
@@ -27,9 +35,10 @@ def load_renderer(
 ) -> LibraryRenderer | TemplateRenderer:
     """The renderer `name` over `tokenizer_path`/tokenizer.json.
 
-    `auto`: the one made for `model`, else the one that tokenizer_config.json names as `renderer`, else `template`: the
-    folder's own chat template. Only that one shows images, so a model that sees has it in any case. `history`: the
-    reasoning of earlier turns is kept, or dropped where the format does.
+    `auto`: the one made for `model`, else the one that tokenizer_config.json names as `renderer`, else the one of a
+    model with the same name behind its owner's (`Qwen3-4B`) whose chats the folder's template writes, too, else
+    `template`: the folder's own chat template. Only that one shows images, so a model that sees has it in any case.
+    `history`: the reasoning of earlier turns is kept, or dropped where the format does.
     `chat_template_kwargs`: what the format is told besides the messages, `{"enable_thinking": False}`; every prompt is
     rendered with them, and continuations are proven with them. `special_tokens_in_text`: what a special token is where
     a message spells it, its letters or the token itself.
@@ -41,8 +50,12 @@ def load_renderer(
         raise FileNotFoundError(f"{tokenizer_path} holds no tokenizer.json")
     tokenizer = FastTokenizer(tokenizer_path, special_tokens_in_text)
     vision = vision_of(tokenizer_path)
-    preferred = MODEL_RENDERER_MAP.get(model) or tokenizer.renderer
-    resolved = (preferred if preferred and vision is None else "template") if name == "auto" else name
+    resolved = name
+    if name == "auto" and vision is None:
+        named = MODEL_RENDERER_MAP.get(model) or tokenizer.renderer
+        resolved = named or _renderer_of_namesake(tokenizer_path, tokenizer, model) or "template"
+    elif name == "auto":
+        resolved = "template"
     kwargs = dict(chat_template_kwargs or {})
     if resolved == "template":
         return _template_renderer(tokenizer_path, tokenizer, model, history, kwargs, vision)
@@ -62,6 +75,29 @@ def load_renderer(
             f"chat_template_kwargs={kwargs}, history={history!r}: renderer {resolved!r}: {problem}"
         ) from error
     return LibraryRenderer(renderers.create_renderer(tokenizer, config), tokenizer)
+
+
+def _renderer_of_namesake(folder: Path, tokenizer: FastTokenizer, model: str) -> str | None:
+    """The library's renderer of a model with this name, of whatever owner, if the folder's template writes the same."""
+    own_name = model.rpartition("/")[2]
+    names = dict.fromkeys(name for other, name in MODEL_RENDERER_MAP.items() if other.rpartition("/")[2] == own_name)
+    texts = read_template(folder, tokenizer.config) if names else None
+    if texts is None:
+        return None
+    template = usable_template(folder, texts, tokenizer, {})
+    return next((name for name in names if _writes_the_same(name, template, tokenizer)), None)
+
+
+def _writes_the_same(name: str, template: ChatTemplate, tokenizer: FastTokenizer) -> bool:
+    """Whether renderer and template write the same prompts: with and without a system text, with tools and calls."""
+    try:
+        renderer = LibraryRenderer(renderers.create_renderer(tokenizer, config_from_name(name)), tokenizer)
+        return all(
+            renderer.render(messages, tools) == tokenizer.encode(template.text(messages, tools))
+            for messages, tools in PROMPTS
+        )
+    except (*TEMPLATE_FAILURES, AssertionError, GatewayError):  # without the format's special tokens, for one
+        return False
 
 
 def _template_renderer(

@@ -173,7 +173,7 @@ def test_it_renders_what_transformers_renders(name: str, load: Load, folder: Cal
             asked = {"conversation": with_objects(messages), "tools": tools, "add_generation_prompt": True}
             try:
                 expected = theirs.apply_chat_template(**asked, tokenize=False)
-            except chat_templates._FAILURES:
+            except chat_templates.TEMPLATE_FAILURES:
                 with pytest.raises(GatewayError):
                     renderer.render(messages, tools)
                 continue
@@ -453,6 +453,25 @@ def test_tools_that_a_template_does_not_write_are_told_of_once(load: Load, caplo
             renderer.render([said("user", "one")], TOOLS)
     [record] = caplog.records
     assert "model mine does not write tools: it never sees those that agents send" in record.message
+
+
+def test_calls_that_are_written_in_a_form_that_is_not_read_are_told_of(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    llama = load(HERMES.replace("<tool_call>", "").replace("</tool_call>", ""))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            llama.render([said("user", "one")], TOOLS)
+    [record] = caplog.records
+    assert "model mine writes tool calls in a form that is not read here" in record.message
+
+
+def test_an_unclosed_call_is_read_once(load: Load) -> None:
+    """Not again and again from each of its white spaces on, which took 40 s for 4,000 of them."""
+    renderer = load(HERMES)
+    text = "so: <tool_call>" + "\n " * 20_000
+    answer = renderer.parse("c", [], ids(renderer, text), None, "length", TOOLS)
+    assert (answer.content, answer.tool_calls) == (text, [])
 
 
 def test_arguments_are_the_text_they_came_as_where_a_template_puts_texts_together(load: Load) -> None:

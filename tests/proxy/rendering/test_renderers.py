@@ -17,6 +17,36 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+QWEN3 = """
+{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{%- endif %}
+    {{- "# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n" }}
+    {{- "You are provided with function signatures within <tools></tools> XML tags:\\n<tools>" }}
+    {%- for tool in tools %}{{- "\\n" + tool | tojson }}{%- endfor %}
+    {{- "\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within " }}
+    {{- "<tool_call></tool_call> XML tags:\\n<tool_call>\\n" }}
+    {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' + message.content }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n' if message.content or not loop.first }}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- elif message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
 STRIPPING = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
 
 
@@ -32,6 +62,15 @@ def test_auto_takes_the_models_own_then_the_folders_word_then_the_template(tmp_p
     template = folder(tmp_path, chat_template=CHATML)
     assert isinstance(load_renderer(template, "auto", "mine"), TemplateRenderer)
     assert isinstance(load_renderer(template, "auto", "Qwen/Qwen3-8B"), LibraryRenderer)
+
+
+def test_auto_takes_the_renderer_of_a_namesake_whose_chats_the_folders_template_writes(tmp_path: Path) -> None:
+    path = folder(tmp_path, chat_template=QWEN3)
+    chosen = [load_renderer(path, "auto", model) for model in ("Qwen3-8B", "somebody/Qwen3-8B", "Qwen3-8B-mine")]
+    assert [type(each) for each in chosen] == [LibraryRenderer, LibraryRenderer, TemplateRenderer]
+    assert isinstance(load_renderer(path, "auto", "Llama-3.2-1B-Instruct"), TemplateRenderer)  # lacks its tokens
+    changed = folder(tmp_path, chat_template=QWEN3.replace("# Tools", "# My tools"))
+    assert isinstance(load_renderer(changed, "auto", "Qwen3-8B"), TemplateRenderer)
 
 
 def test_the_template_can_be_asked_for_by_name(tmp_path: Path) -> None:
