@@ -417,7 +417,7 @@ class Gateway:
         inflight.earlier = attempt.recorded.get(body_key, []) if retry else []
         try:
             work = self._call_handler.work(attempt, agent, dialect, self._decoded(attempt, dialect, body), inflight)
-        except EngineUnavailable as error:
+        except (EngineUnavailable, RecursionError) as error:
             failure = as_gateway_error(error)
             self._delivery.note_if_ours(attempt, body_key, failure)
             raise failure from error

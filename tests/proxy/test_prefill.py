@@ -106,3 +106,39 @@ def test_an_answer_with_calls_or_reasoning_is_no_beginning(served: Served) -> No
         turns = [QUESTION, {"role": "assistant", "content": [{"type": "text", "text": "a"}, block]}]
         said = ask(served, "messages", {"max_tokens": 9, "messages": turns}, 400)
         assert says in said["error"]["message"]
+
+
+TOOL = {"name": "count", "input_schema": {"type": "object", "properties": {"of": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [QUESTION, {"role": "assistant", "content": "There are"}]},
+        {"messages": [QUESTION], "enable_thinking": False},
+        {"messages": [QUESTION], "tools": [TOOL], "tool_choice": {"type": "any"}},
+    ],
+)
+def test_as_many_tokens_are_counted_as_the_prompt_of_the_call_has(served: Served, body: dict[str, Any]) -> None:
+    counted = ask(served, "messages/count_tokens", body)["input_tokens"]
+    assert counted == ask(served, "messages", body | {"max_tokens": 9})["usage"]["input_tokens"]
+
+
+def test_a_turn_that_has_ended_may_be_counted_too(served: Served) -> None:
+    ended = [QUESTION, {"role": "assistant", "content": "There are "}]
+    assert ask(served, "messages/count_tokens", {"messages": ended})["input_tokens"] > 0
+
+
+@pytest.mark.parametrize("door", ["chat/completions", "messages"])
+def test_what_is_nested_too_deep_is_a_400(served: Served, door: str) -> None:
+    schema: dict[str, Any] = {"a": "<|im_end|>"}
+    for _ in range(600):
+        schema = {"a": schema}
+    called = {"type": "tool_use", "id": "1", "name": "f", "input": schema}
+    function = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    messages = [QUESTION, {"role": "assistant", "content": [called]}, QUESTION]
+    body = (
+        {"messages": messages, "max_tokens": 9} if door == "messages" else {"messages": [QUESTION], "tools": [function]}
+    )
+    error = ask(served, door, body, 400)["error"]
+    assert "nested too deep" in error["message"]

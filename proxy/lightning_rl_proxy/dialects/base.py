@@ -17,6 +17,8 @@ from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer
 from lightning_rl_proxy.sampling import Sampling
 
+# An escape of half a character without its other half.
+_HALF = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]..")
 _AT = re.compile(r"at `\$\.?(.+?)`")  # how msgspec names the place of an error
 
 
@@ -35,10 +37,21 @@ def must_call(choice: ToolChoice, tools: Sequence[dict[str, Any]] | None) -> boo
 
 
 def schema_of_text(
-    schema: dict[str, Any] | None, choice: ToolChoice, tools: Sequence[dict[str, Any]] | None
-) -> dict[str, Any] | None:
-    """The JSON schema of an answer's text; none for an answer that must be a call, as it has no text."""
-    return None if must_call(choice, tools) else schema
+    field: str, schema: dict[str, Any] | None, choice: ToolChoice, tools: Sequence[dict[str, Any]] | None
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """The JSON schema that an answer is held to, and the field that is not followed, if it asks for one in vain.
+
+    An answer that must be a call has no text. One that may be a call is held to no schema: an engine holds all that it
+    samples to it, so that no call could ever be made.
+    """
+    if schema is None or must_call(choice, tools):
+        return None, []
+    return (None, [field]) if tools and choice != "none" else (schema, [])
+
+
+def strict_tools(tools: Sequence[dict[str, Any]] | None) -> list[str]:
+    """The places of tools whose calls are to be held to their schemas, which is not done."""
+    return [f"tools[{i}].strict" for i, tool in enumerate(tools or ()) if tool["function"].get("strict") is True]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -183,7 +196,9 @@ def decode(body: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # ValidationError is one too
-        raise no_request("", error) from error
+        half = _HALF.search(body)  # of which msgspec says that the data end too early
+        why = f"{half[0].decode()} is half of a surrogate pair, and no character" if half else error
+        raise no_request("", why) from error
 
 
 def left_out(
@@ -201,11 +216,10 @@ def allowed(where: str, mode: Any, named: Any, tools: Sequence[dict[str, Any]] |
     """
     names = []
     for one in named if isinstance(named, list) else ():
-        function = one.get("function") if isinstance(one, dict) else None
-        tool_name = (
-            function.get("name") if isinstance(function, dict) else one.get("name") if isinstance(one, dict) else None
-        )
-        names.append(tool_name or (one.get("type") if isinstance(one, dict) else None))
+        choice = one if isinstance(one, dict) else {}
+        function = choice.get("function")
+        tool_name = function.get("name") if isinstance(function, dict) else choice.get("name")
+        names.append(str(tool_name or choice.get("type")))
     tools_by_name = {tool["function"]["name"]: tool for tool in tools or ()}
     if mode not in ("auto", "required") or not names or not tools_by_name.keys() >= set(names):
         raise GatewayError(
@@ -232,7 +246,7 @@ def check_prefill(where: str, message: dict[str, Any]) -> None:
         raise GatewayError(400, f"{where}: the assistant's message, which is to be continued, {problem}", param=where)
 
 
-def no_request(what: str, error: Exception) -> GatewayError:
+def no_request(what: str, error: Exception | str) -> GatewayError:
     """The body is not a request of the dialect; `what` names the dialect's requests."""
     at = _AT.search(str(error))
     return GatewayError(

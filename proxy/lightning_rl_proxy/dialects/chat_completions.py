@@ -18,8 +18,10 @@ from lightning_rl_proxy.dialects.base import (
     allowed,
     check_prefill,
     no_request,
+    refused,
     schema_of_text,
     sse,
+    strict_tools,
 )
 from lightning_rl_proxy.dialects.wire.chat_completions import (
     ChatCompletionsWire,
@@ -74,8 +76,8 @@ def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Reques
         wire = msgspec.convert(current_fields, ChatCompletionsWire)
     except msgspec.ValidationError as error:
         raise no_request("chat completion", error) from error
-    ignored = TABLES.ignored(fields)
     tools, choice = _tool_choice(wire.tool_choice, function_tools(wire.tools))
+    schema, unheld = schema_of_text("response_format", _json_schema(wire.response_format), choice, tools)
     limit = wire.max_completion_tokens if wire.max_completion_tokens is not None else wire.max_tokens
     messages = [*read, *(_message(i, m) for i, m in enumerate(wire.messages))]
     return Request(
@@ -89,14 +91,14 @@ def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Reques
         sampling=wire.sampling(
             max_tokens=limit,
             stop=stops("stop", wire.stop),
-            json_schema=schema_of_text(_json_schema(wire.response_format), choice, tools),
+            json_schema=schema,
         ),
         max_context_tokens=wire.max_context_tokens,
         n=wire.n or 1,
         stream=bool(wire.stream),
         logprobs=bool(wire.logprobs),
         token_ids=bool(wire.return_token_ids),
-        ignored_fields=ignored,
+        ignored_fields=TABLES.ignored(fields) + unheld + strict_tools(tools),
         fields=fields,
     )
 
@@ -352,6 +354,10 @@ def _message(number: int, message: dict[str, Any]) -> dict[str, Any]:
     calls = message.get("tool_calls")
     if calls is not None and not (isinstance(calls, list) and all(isinstance(call, dict) for call in calls)):
         raise GatewayError(400, f"{where}.tool_calls is no list of tool calls", param=f"{where}.tool_calls")
+    for index, call in enumerate(calls or ()):
+        function = call.get("function")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise refused(f"{where}.tool_calls[{index}].function", "has no name; this model's calls are of functions")
     return message | {"role": "system" if role == "developer" else role, "content": content or ""}
 
 
@@ -420,7 +426,8 @@ def token_logprobs(tokens: Sequence[SampledToken] | None, request: Request) -> l
     entries = []
     for token in tokens:
         name = f"token_id:{token.id}" if as_ids else token.text
-        one = {"token": name, "logprob": token.logprob, "bytes": list(token.text.encode())}
+        part = "\ufffd" in token.text  # of a character: its own bytes are not known here
+        one = {"token": name, "logprob": token.logprob, "bytes": None if part else list(token.text.encode())}
         entries.append(one | {"top_logprobs": [one] if wants_top else []})
     return entries
 

@@ -143,9 +143,18 @@ def parse(fields: dict[str, Any]) -> Request:
 def parse_count(fields: dict[str, Any]) -> Request:
     """A request to count the tokens of its prompt. Raises GatewayError(400) as `parse` does.
 
-    It needs no `max_tokens`, and may end with the assistant's message, since it asks for no answer.
+    It needs no `max_tokens`, and may end with any message of the assistant's, since it asks for no answer: with the
+    beginning of one, where it can be that, else with a turn that has ended.
     """
-    return _request(fields, _converted(fields, CountWire), None)
+    wire = _converted(fields, CountWire)
+    request = _request(fields, wire, None)
+    if not isinstance(wire.messages[-1], Assistant) or len(request.messages) == 1:
+        return request
+    try:
+        check_prefill("messages", request.messages[-1])
+    except GatewayError:
+        return request
+    return msgspec.structs.replace(request, prefill=True)
 
 
 def serialize(request: Request, opening: Opening, answers: Sequence[ParsedAnswer]) -> bytes:
@@ -254,7 +263,6 @@ def error_event(error: GatewayError) -> bytes:
 
 
 def _request(fields: dict[str, Any], wire: CountWire, max_tokens: int | None) -> Request:
-    ignored = TABLES.ignored(fields) + _ignored_within(fields)
     if not wire.messages:
         raise GatewayError(400, "messages: at least one message is required", param="messages")
     read = [_tool(f"tools.{i}", tool) for i, tool in enumerate(wire.tools or ())]
@@ -262,6 +270,8 @@ def _request(fields: dict[str, Any], wire: CountWire, max_tokens: int | None) ->
     tools = _callable(wire, tools)
     choice = _tool_choice(wire.tool_choice, tools)
     wanted = (wire.output_config and wire.output_config.format) or wire.output_format
+    place = "output_format" if wire.output_format else "output_config.format"
+    schema, unheld = schema_of_text(place, wanted.schema if wanted else None, choice, tools)
     return Request(
         model=wire.model,
         messages=_system(wire.system) + _conversation(wire.messages),
@@ -272,10 +282,10 @@ def _request(fields: dict[str, Any], wire: CountWire, max_tokens: int | None) ->
             top_k=-1 if wire.top_k == 0 else wire.top_k,
             max_tokens=max_tokens,
             stop=wire.stop_sequences or None,
-            json_schema=schema_of_text(wanted.schema if wanted else None, choice, tools),
+            json_schema=schema,
         ),
         stream=bool(wire.stream),
-        ignored_fields=ignored + unseen,
+        ignored_fields=TABLES.ignored(fields) + _ignored_within(fields) + unseen + unheld,
         fields=fields,
     )
 

@@ -10,7 +10,16 @@ from typing import Any
 
 import msgspec
 
-from lightning_rl_proxy.dialects.base import Opening, Request, Tables, no_request, refused, schema_of_text, sse
+from lightning_rl_proxy.dialects.base import (
+    Opening,
+    Request,
+    Tables,
+    no_request,
+    refused,
+    schema_of_text,
+    sse,
+    strict_tools,
+)
 from lightning_rl_proxy.dialects.chat_completions import PING, stops
 from lightning_rl_proxy.dialects.responses_input import messages_of
 from lightning_rl_proxy.dialects.responses_output import ResponseEvents, response_id, response_of
@@ -76,9 +85,11 @@ def parse(fields: dict[str, Any], known: Mapping[str, list[dict[str, Any]]] | No
         wire = msgspec.convert(fields, ResponsesWire)
     except msgspec.ValidationError as error:
         raise _no_request(error) from error
-    ignored = TABLES.ignored(fields)
     tools, unseen = shown_tools(wire.tools or ())
     tools, choice = tool_choice(wire.tool_choice, tools)
+    schema, unheld = schema_of_text("text.format", _json_schema(wire.text), choice, tools)
+    ignored = TABLES.ignored(fields) + unseen + unheld + strict_tools(tools)
+    ignored += [f"text.{name}" for name, value in (wire.text or {}).items() if name != "format" and value is not None]
     return Request(
         model=wire.model,
         messages=messages_of(wire, known or {}),
@@ -88,11 +99,11 @@ def parse(fields: dict[str, Any], known: Mapping[str, list[dict[str, Any]]] | No
         sampling=wire.sampling(
             max_tokens=wire.max_output_tokens,
             stop=stops("stop", wire.stop),
-            json_schema=schema_of_text(_json_schema(wire.text), choice, tools),
+            json_schema=schema,
         ),
         stream=bool(wire.stream),
         logprobs=LOGPROBS in _included(wire.include),
-        ignored_fields=ignored + unseen,
+        ignored_fields=ignored,
         fields=fields,
     )
 

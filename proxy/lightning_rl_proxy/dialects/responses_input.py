@@ -94,7 +94,8 @@ def _item(where: str, item: Any, responses: Mapping[str, list[dict[str, Any]]]) 
         case "function_call":
             return [_Piece("call", called(where, item), _answer_of(item))]
         case "custom_tool_call" | "local_shell_call" | "apply_patch_call":
-            return [_Piece("call", called_with_text(where, str(kind), item), _answer_of(item))]
+            call = called_with_text(where, str(kind), item, _recorded_call(item.get("call_id"), responses))
+            return [_Piece("call", call, _answer_of(item))]
         case "local_shell_call_output" if "call_id" not in item:
             return {
                 "role": "tool",
@@ -136,6 +137,14 @@ def _reasoned(where: str, item: dict[str, Any]) -> str:
         if parts:
             return "\n".join(text_of(f"{where}.{name}[{i}]", part, "text") for i, part in enumerate(parts))
     return ""
+
+
+def _recorded_call(call_id: Any, responses: Mapping[str, list[dict[str, Any]]]) -> dict[str, Any] | None:
+    """The call of that id as the model made it, where it is one of ours and its response is known."""
+    match = ITEM_ID.fullmatch(call_id) if isinstance(call_id, str) else None
+    messages = responses.get(response_id(match[2])) if match else None
+    calls = messages[-1].get("tool_calls") or () if messages else ()
+    return next((call for call in calls if call["id"] == call_id), None)
 
 
 def _referred(where: str, item: dict[str, Any], responses: Mapping[str, list[dict[str, Any]]]) -> list[_Piece]:

@@ -82,8 +82,9 @@ class ResponseEvents:
             elif item["type"] == "custom_tool_call":
                 events.append(self._end_reasoning() + self._custom_call(item))
             elif item["type"] != "reasoning":
+                ended = self._end_reasoning()  # first: it counts events and items on
                 begun = self._event("output_item.added", output_index=self._index, item=item)
-                events.append(self._end_reasoning() + begun + self._done(item))
+                events.append(ended + begun + self._done(item))
         return b"".join(events)
 
     def end(self, answers: Sequence[ParsedAnswer]) -> bytes:

@@ -23,6 +23,7 @@ _TEXT_TOOLS = {
 _PATCH = re.compile(
     r"\*\*\* Begin Patch\n\*\*\* (Add|Update|Delete) File: ([^\n]+)\n(.*?)\n?\*\*\* End Patch\s*", re.DOTALL
 )
+_FILE_OF_PATCH = re.compile(r"^\*\*\* (Add|Update|Delete) File: ", re.MULTILINE)
 _VERBS = {"Add": "create_file", "Update": "update_file", "Delete": "delete_file"}
 
 
@@ -56,6 +57,8 @@ def _tool(where: str, tool: Any) -> dict[str, Any] | None:
     if kind in _TEXT_TOOLS:
         argument, description = _TEXT_TOOLS[kind]
         name = text_of(where, tool, "name") if kind == "custom" else kind
+        if not isinstance(tool.get("description"), str | None):
+            raise refused(f"{where}.description", "is no text")
         about = {"name": name, "description": tool.get("description") or description}
         if isinstance(form := tool.get("format"), dict) and form.get("type") == "grammar":
             about["description"] += f"\nThe {argument} is a text of this grammar:\n{form.get('definition')}"
@@ -117,9 +120,11 @@ def called(where: str, item: dict[str, Any]) -> dict[str, Any]:
     return {"id": text_of(where, item, "call_id"), "type": "function", "function": function}
 
 
-def called_with_text(where: str, kind: str, item: dict[str, Any]) -> dict[str, Any]:
-    """A call of a tool whose calls are a text, as one of a function."""
+def called_with_text(where: str, kind: str, item: dict[str, Any], recorded: dict[str, Any] | None) -> dict[str, Any]:
+    """A call of a tool whose calls are a text, as one of a function: `recorded`, where that was told so."""
     tool = kind.removesuffix("_call").removesuffix("_tool")
+    if recorded is not None and _tells(item, recorded, tool):
+        return recorded
     name = text_of(where, item, "name") if tool == "custom" else tool
     inner = item.get("action" if tool == "local_shell" else "operation")
     if tool == "custom":
@@ -149,7 +154,17 @@ def _command_of(where: str, action: dict[str, Any]) -> str:
 
 
 def _patch(verb: str, path: str, diff: str) -> str:
-    return f"*** Begin Patch\n*** {verb} File: {path}\n{diff}\n*** End Patch"
+    lines = [f"*** {verb} File: {path}", *([diff] if diff else ())]
+    return "\n".join(["*** Begin Patch", *lines, "*** End Patch"])
+
+
+def _tells(item: dict[str, Any], call: dict[str, Any], kind: str) -> bool:
+    """Whether an item of this kind says what the client was told of the call."""
+    for name, value in (_details(call, kind) or {"type": None}).items():
+        mine = item.get(name)
+        if mine != value and not (isinstance(mine, dict) and isinstance(value, dict) and value.items() <= mine.items()):
+            return False
+    return True
 
 
 def call_items(request: Request, opening: Opening, answer: ParsedAnswer) -> list[dict[str, Any]]:
@@ -172,29 +187,38 @@ def call_items(request: Request, opening: Opening, answer: ParsedAnswer) -> list
 
 def _call(opening: Opening, index: int, call: dict[str, Any], kind: str) -> dict[str, Any]:
     """A call as an item of that kind; one that says not what the kind needs is a function's."""
-    text = call["function"]["arguments"]
-    if kind in _TEXT_TOOLS:
-        text = _only_text(_TEXT_TOOLS[kind][0], text)
-    item = {"status": "completed", "call_id": call["id"]}
+    details = _details(call, kind)
+    if details is None:
+        return _function_call(opening, index, call)
+    prefix = {"custom": "ctc", "local_shell": "lsh", "apply_patch": "apc"}[kind]
+    item = {"id": f"{prefix}_{opening.call_id}_{index}", "type": f"{'custom_tool' if kind == 'custom' else kind}_call"}
+    return item | details | {"status": "completed", "call_id": call["id"]}
+
+
+def _details(call: dict[str, Any], kind: str) -> dict[str, Any] | None:
+    """What an item of this kind says of a call; None where the call does not say what the kind needs."""
+    arguments = call["function"]["arguments"]
+    value = _only_value(_TEXT_TOOLS[kind][0], arguments) if kind in _TEXT_TOOLS else None
     if kind == "custom":
-        named = {"type": "custom_tool_call", "name": call["function"]["name"], "input": text}
-        return {"id": f"ctc_{opening.call_id}_{index}"} | named | item
+        return {"name": call["function"]["name"], "input": value if isinstance(value, str) else arguments}
     if kind == "local_shell":
-        action = {"type": "exec", "command": ["bash", "-lc", text], "env": {}}
-        return {"id": f"lsh_{opening.call_id}_{index}", "type": "local_shell_call", "action": action} | item
-    if kind == "apply_patch" and (patch := _PATCH.fullmatch(text)) is not None:
-        operation = {"type": _VERBS[patch[1]], "path": patch[2]} | ({} if patch[1] == "Delete" else {"diff": patch[3]})
-        return {"id": f"apc_{opening.call_id}_{index}", "type": "apply_patch_call", "operation": operation} | item
-    return _function_call(opening, index, call)
+        words = ["bash", "-lc", value] if isinstance(value, str) else value
+        is_command = isinstance(words, list) and bool(words) and all(isinstance(word, str) for word in words)
+        return {"action": {"type": "exec", "command": words, "env": {}}} if is_command else None
+    patch = _PATCH.fullmatch(value) if kind == "apply_patch" and isinstance(value, str) else None
+    if patch is None or _FILE_OF_PATCH.search(patch[3]) is not None:  # an operation is of one file
+        return None
+    operation = {"type": _VERBS[patch[1]], "path": patch[2]}
+    return {"operation": operation if patch[1] == "Delete" else operation | {"diff": patch[3]}}
 
 
-def _only_text(name: str, arguments: str) -> str:
-    """The text that arguments hold under that name; all of them, where they hold something else."""
+def _only_value(name: str, arguments: str) -> Any:
+    """What arguments hold under that name; None where they hold something else."""
     try:
         values = msgspec.json.decode(arguments, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-        return arguments
-    return values[name] if values.keys() == {name} and isinstance(values[name], str) else arguments
+        return None
+    return values[name] if values.keys() == {name} else None
 
 
 def _function_call(opening: Opening, index: int, call: dict[str, Any]) -> dict[str, Any]:

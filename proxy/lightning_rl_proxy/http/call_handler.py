@@ -139,12 +139,19 @@ class CallHandler:
         with it would."""
         renderer, shown = tokenizing.renderer, attempt.forest.images
         self._check_images(request, renderer, attempt)
-        counted = await tokenizing.count(request, size)
+        choose = partial(_renderer_for, request, renderer)
+        chosen, _ = choose() if _is_known(request, renderer) else await tokenizing.in_thread(choose)
+
+        def count() -> int:
+            prompt_ids = chosen.render(request.asked, request.tools)
+            return len(prompt_ids) + len(_forced(request, prompt_ids, chosen))
+
+        counted = await tokenizing.of_body(count, size)
         if renderer.vision is None:
             return counted
-        request = replace(request, messages=shown.named(request.messages))
-        await self._fetch_images(attempt, request)
-        return counted + sum(renderer.vision.features(image) - 1 for image in shown.of(request.messages))
+        seen = replace(request, messages=shown.named(request.messages))
+        await self._fetch_images(attempt, seen)
+        return counted + sum(renderer.vision.features(image) - 1 for image in shown.of(seen.messages))
 
     def model_of(self, attempt: LiveAttempt, agent: str | None, requested: str) -> str:
         """The model that answers a call of `agent` (its tag) that names `requested`.
@@ -189,7 +196,7 @@ class CallHandler:
         if tokenizing.renderer.vision is not None:
             await self._fetch_images(attempt, request)
         renderer, place = await self._placed(context, tokenizing, long=long)
-        forced = _forced(request, place, renderer)
+        forced = _forced(request, place.prompt_ids, renderer)
         if earlier:  # told again where it was asked, though equal calls may have been answered since
             whole = earlier[0].prompt_ids()
             place = replace(place, prompt_ids=whole[: len(whole) - len(forced)], prompt=None)
@@ -451,13 +458,14 @@ class _SampledChoice:
         self.watched = request.stream or bool(self.sampling.stop) or one_tool_call
         self._reader = reader
         self._parser: AnswerParser | None = None
-        if self.watched or forced:
+        stop_token_ids = self.sampling.stop_token_ids or ()
+        if self.watched or forced or stop_token_ids:
             self._parser = AnswerParser(
                 reader,
                 self.call_id,
                 place.prompt_ids,
                 request.callable_tools,
-                AnswerEnd(self.sampling.stop or (), one_tool_call=one_tool_call),
+                AnswerEnd(self.sampling.stop or (), stop_token_ids, one_tool_call),
                 prefix_ids=forced,
                 tokens=request.logprobs or request.token_ids,
             )
@@ -747,15 +755,15 @@ def _renderer_for(request: Request, renderer: Renderer) -> tuple[Renderer, dict[
         ) from error
 
 
-def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
-    """The tokens with which an answer begins that must be a tool call, or that its client has begun.
+def _forced(request: Request, prompt_ids: list[int], renderer: Renderer) -> list[int]:
+    """The tokens behind the prompt with which an answer begins that must be a tool call, or that its client has begun.
 
     Raises GatewayError(400) where the format has no such tokens.
     """
     choice = request.tool_choice
     forces = must_call(choice, request.tools)
     if request.prefill:
-        begun = renderer.begun(place.prompt_ids, request.begun)
+        begun = renderer.begun(prompt_ids, request.begun)
         if begun is None or forces or any(mark in request.begun for mark in _MARKS):
             why = "in this model's chat format" if begun is None else "into a call" if forces else "from chat markup"
             where = f"messages[{len(request.messages) - 1}]"
@@ -764,7 +772,7 @@ def _forced(request: Request, place: Place, renderer: Renderer) -> list[int]:
     if not forces:
         return []
     name = choice.name if isinstance(choice, NamedTool) else None
-    forced = renderer.forced(place.prompt_ids, request.tools or [], name)
+    forced = renderer.forced(prompt_ids, request.tools or [], name)
     if forced is None:
         raise GatewayError(
             400,

@@ -181,7 +181,9 @@ class Delivery:
 
 
 def as_gateway_error(error: BaseException) -> BaseException:
-    """What a client is told of an engine's error; another error as it is."""
+    """What a client is told of an engine's error, and of a request that cannot be read; another error as it is."""
+    if isinstance(error, RecursionError):
+        return GatewayError(400, "a message, a tool or its arguments are nested too deep")
     if isinstance(error, EngineUnavailable):
         return GatewayError(503, str(error), kind="api_error", retry=True, retry_after=error.retry_after)
     if isinstance(error, EngineRefused):

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -69,10 +69,9 @@ class Tokenizing:
         while len(self._known) > _KNOWN:
             self._known.popitem(last=False)
 
-    async def count(self, request: Request, size: int) -> int:
-        """How many tokens a request's prompt has, whose body is `size` bytes long. Raises GatewayError."""
-        render = partial(self.renderer.render, request.messages, request.tools)
-        return len(await self.of_one_prompt(render) if size > _LONG else render())
+    async def of_body(self, work: Callable[[], T], size: int) -> T:
+        """What `work` gives, which tokenises the prompt of a body of `size` bytes: a long one in a thread."""
+        return await self.of_one_prompt(work) if size > _LONG else work()
 
     async def of_one_prompt(self, work: Callable[[], T]) -> T:
         """What `work` gives in a thread, which tokenises one prompt there."""

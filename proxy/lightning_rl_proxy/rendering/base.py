@@ -239,15 +239,22 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def arguments_parsed(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tool-call arguments as objects, since templates print an object and a string differently."""
+    """Tool-call arguments as objects, since templates print an object and a string differently; a blank text is none,
+    as services and clients write a call without arguments."""
     return [m | {"tool_calls": [_parsed(c) for c in m["tool_calls"]]} if m.get("tool_calls") else m for m in messages]
 
 
 def _parsed(call: dict[str, Any]) -> dict[str, Any]:
     function = call.get("function", {})
     try:
-        arguments = json.loads(function["arguments"])
-    except (KeyError, TypeError, ValueError, RecursionError):  # no JSON that Python reads: the text itself
+        arguments = json.loads(function["arguments"].strip() or "{}")
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RecursionError,
+    ):  # no JSON that Python reads: the text itself
         return call
     # No tokenizer reads half a surrogate pair, which an escape may be.
     values = encodable_values(arguments) if "\\u" in function["arguments"] else arguments

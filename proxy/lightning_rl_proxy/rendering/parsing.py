@@ -58,9 +58,10 @@ class Reader(Protocol):
 
 class AnswerEnd(NamedTuple):
     """Where an answer ends beside where the model ends it: before the first of these texts, or, with `one_tool_call`,
-    with its first tool call."""
+    with its first tool call; and behind one of the `stop_token_ids`, which its text then lacks."""
 
     stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
     one_tool_call: bool = False
 
 
@@ -106,12 +107,16 @@ class AnswerParser:
         self._calls_told = 0
         self._match: _Match | None = None
         tokenizer, markup = reader.tokenizer, reader.markup
+        # A mark of the format stays, though the answer ends behind it: what it closes is read by it.
+        self._unread = frozenset(end.stop_token_ids).difference(() if markup is None else markup.tokens)
         if markup is not None and not tools:
             markup = markup.without_calls()
+        if markup is not None and self._unread:
+            markup = markup._replace(unseen=markup.unseen | self._unread)
         stops = [text for text in end.stop if text]
-        self._stops = _StopStrings(stops, reader) if stops else None
+        self._stops = _StopStrings(stops, reader, self._unread) if stops else None
         self._course = None
-        self._alone = tokenizer.added_ids
+        self._alone = tokenizer.added_ids | self._unread
         self._one_by_one = bool(stops)
         if markup is not None:
             self._course = _Course(markup, tokenizer.decode, reasons=self._prompt_opens_reasoning(markup))
@@ -254,6 +259,7 @@ class AnswerParser:
         return self._parse(self._prefix_ids + self._kept[: self._followed], "stop").tool_calls
 
     def _parse(self, ids: list[int], finish_reason: str) -> ParsedAnswer:
+        ids = [token for token in ids if token not in self._unread] if self._unread else ids
         return self._reader.parse(self._call_id, self._prompt_ids, ids, None, finish_reason, self._tools)
 
     def _tell(self, channel: Channel, text: str) -> list[Delta]:
@@ -399,10 +405,10 @@ class _AnswerPiece(NamedTuple):
 class _StopStrings:
     """Looks for stop strings in the visible text; gives out tokens once they are part of none."""
 
-    def __init__(self, stops: list[str], reader: Reader) -> None:
+    def __init__(self, stops: list[str], reader: Reader, unread: frozenset[int]) -> None:
         self._stops = stops
         self._longest = max(map(len, stops))
-        self._unseen = reader.tokenizer.special_ids.union(reader.stop_token_ids)
+        self._unseen = reader.tokenizer.special_ids.union(reader.stop_token_ids, unread)
         self._text = _TextPiece(reader.tokenizer.decode)
         self._tail = ""
         self._length = 0  # of the visible text

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_rl_proxy.dialects import chat_completions
-from lightning_rl_proxy.dialects.base import NamedTool, Opening
+from lightning_rl_proxy.dialects.base import NamedTool, Opening, decode
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
 from lightning_rl_proxy.rendering.base import Delta, ParsedAnswer, SampledToken, tool_call
 
@@ -49,6 +49,14 @@ def client(body: bytes, *, stream: bool = False, status: int = 200) -> openai.Op
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "array"}}}},
             lambda r: r.sampling.json_schema == {"type": "array"},
+        ),
+        (  # an engine would hold a call to it
+            {"response_format": {"type": "json_object"}, "tools": [LOOK_UP]},
+            lambda r: (r.sampling.json_schema, r.ignored_fields) == (None, ["response_format"]),
+        ),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+            lambda r: r.ignored_fields == ["tools[0].strict"],
         ),
         (  # a call has no text
             {"response_format": {"type": "json_object"}, "tools": [LOOK_UP], "tool_choice": "required"},
@@ -106,6 +114,17 @@ def test_every_honoured_field_is_read() -> None:
             "messages[0].content[0]",
         ),
         ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "custom": {"name": "f", "input": "1"}}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        (
+            {
+                "tools": [LOOK_UP],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": [{"type": ["f"]}]}},
+            },
+            "tool_choice",
+        ),
         ({"messages": [{"role": "assistant", "content": "a"}], "continue_final_message": True}, "messages[0]"),
         ({"messages": [USER, USER], "continue_final_message": True}, "messages[1]"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),
@@ -221,6 +240,19 @@ def test_logprobs_are_told_as_far_as_they_are_asked_for_and_known(
         [token] = logprobs["content"]
         assert (token["token"], [top["token"] for top in token["top_logprobs"]]) == told
         assert token["bytes"] == list(b"<1>")
+
+
+def test_the_bytes_of_a_part_of_a_character_are_not_known() -> None:
+    request = chat_completions.parse(asked(logprobs=True))
+    [token] = chat_completions.token_logprobs([SampledToken(1, "\ufffd", -1.0)], request) or []
+    assert token["bytes"] is None
+
+
+@pytest.mark.parametrize("half", ["\\ud83d", "a\\ud83db", "\\udf32"])
+def test_half_a_character_is_named(half: str) -> None:
+    with pytest.raises(GatewayError, match="is half of a surrogate pair"):
+        decode(b'{"a": "%s"}' % half.encode())
+    assert decode(b'{"a": "\\ud83c\\udf32"}') == {"a": "🌲"}
 
 
 @pytest.mark.parametrize("fields", [{"tools": [LOOK_UP]}, {"functions": [{"name": "f"}]}])

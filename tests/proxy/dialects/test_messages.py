@@ -359,8 +359,10 @@ def test_a_format_is_a_schema_in_either_field():
     assert parsed(output_config={"format": wanted}).ignored_fields == []
     assert parsed(output_format=wanted).sampling.json_schema == schema
     assert parsed(output_config={"format": None}).sampling.json_schema is None
-    assert parsed(output_format=wanted, tools=[WEATHER], tool_choice={"type": "auto"}).sampling.json_schema == schema
+    assert parsed(output_format=wanted, tools=[WEATHER], tool_choice={"type": "none"}).sampling.json_schema == schema
     assert parsed(output_format=wanted, tools=[WEATHER], tool_choice={"type": "any"}).sampling.json_schema is None
+    may_call = parsed(output_config={"format": wanted}, tools=[WEATHER], tool_choice={"type": "auto"})
+    assert (may_call.sampling.json_schema, may_call.ignored_fields) == (None, ["output_config.format"])
 
 
 def test_what_is_not_followed_is_told():

@@ -10,7 +10,7 @@ import msgspec
 import openai
 import pydantic
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from openai.types.responses import Response
 
@@ -44,6 +44,27 @@ SCHEMA = {"type": "json_schema", "name": "a", "schema": {"type": "object"}, "str
 GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start: A"}
 OPENING = Opening(call_id=CALL_ID, model="policy", created=1_700_000_000, prompt_tokens=7)
 LOGPROBS = {"include": ["message.output_text.logprobs"]}
+
+
+PATCH = "*** Begin Patch\n*** {} File: a.py\n{}*** End Patch"
+TOOLS_OF_ALL_KINDS = [LOOK_UP, {"type": "custom", "name": "code"}, {"type": "local_shell"}, {"type": "apply_patch"}]
+CALLS: list[dict[str, Any]] = [  # each is told as an item of its tool's kind, as far as it says what that needs
+    {"q": "x"},
+    {"name": "code", "input": "print(1)"},
+    {"name": "code", "code": "print(1)"},
+    {"name": "code", "input": "x", "more": 1},
+    {"name": "local_shell", "command": "ls"},
+    {"name": "local_shell", "command": "bash -lc ls"},
+    {"name": "local_shell", "command": ["ls", "-l"]},
+    {"name": "local_shell", "cmd": "ls"},
+    {"name": "apply_patch", "patch": PATCH.format("Update", "+x\n")},
+    {"name": "apply_patch", "patch": PATCH.format("Update", "+x\n") + "\n"},
+    {"name": "apply_patch", "patch": PATCH.format("Add", "+x\n\n")},
+    {"name": "apply_patch", "patch": PATCH.format("Add", "")},
+    {"name": "apply_patch", "patch": PATCH.format("Delete", "")},
+    {"name": "apply_patch", "patch": PATCH.format("Delete", "*** Delete File: b.py\n")},
+    {"name": "apply_patch", "patch": "what"},
+]
 
 
 class City(pydantic.BaseModel):
@@ -146,6 +167,10 @@ def accumulated(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             item["arguments"] += event["delta"]
         elif kind == "function_call_arguments.done":
             assert (event["name"], event["arguments"]) == (item["name"], item["arguments"])
+        elif kind == "custom_tool_call_input.delta":
+            item["input"] += event["delta"]
+        elif kind == "custom_tool_call_input.done":
+            assert event["input"] == item["input"]
         else:
             assert kind == "output_item.done"
             assert event["item"] | {"status": None} == item | {"status": None}
@@ -171,7 +196,13 @@ def accumulated(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             {"text": {"format": SCHEMA}, "tools": [LOOK_UP], "tool_choice": "required"},
             lambda r: r.sampling.json_schema is None,
         ),
-        ({"text": {"format": SCHEMA}, "tools": [LOOK_UP]}, lambda r: r.sampling.json_schema == {"type": "object"}),
+        (
+            {"text": {"format": SCHEMA, "verbosity": "low"}, "tools": [LOOK_UP, LOOK_UP | {"strict": True}]},
+            lambda r: (
+                (r.sampling.json_schema, r.ignored_fields)
+                == (None, ["text.format", "tools[1].strict", "text.verbosity"])
+            ),
+        ),
         ({"tools": [LOOK_UP]}, lambda r: r.tools == [NESTED] and r.tool_choice == "auto" and r.parallel_tool_calls),
         (
             {"tools": [{"type": "custom", "name": "code"}], "tool_choice": {"type": "custom", "name": "code"}},
@@ -421,7 +452,7 @@ def test_reasoning_is_read_in_full_where_it_is_there_else_in_summary() -> None:
         ),
         (
             {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a.py"}},
-            {"patch": "*** Begin Patch\n*** Delete File: a.py\n\n*** End Patch"},
+            {"patch": "*** Begin Patch\n*** Delete File: a.py\n*** End Patch"},
         ),
     ],
 )
@@ -451,6 +482,13 @@ def test_outputs_of_such_calls_may_lack_what_other_outputs_have() -> None:
             "apply_patch",
             {"patch": "*** Begin Patch\n*** Delete File: a.py\n*** End Patch"},
             {"operation": {"type": "delete_file", "path": "a.py"}},
+        ),
+        ("local_shell", {"cmd": "ls"}, {"type": "function_call", "arguments": '{"cmd": "ls"}'}),
+        ("local_shell", {"command": ["ls", "-l"]}, {"action": {"type": "exec", "command": ["ls", "-l"], "env": {}}}),
+        (
+            "apply_patch",
+            {"patch": "*** Begin Patch\n*** Delete File: a.py\n*** Delete File: b.py\n*** End Patch"},
+            {"type": "function_call"},
         ),
         ("apply_patch", {"patch": "what"}, {"type": "function_call", "arguments": '{"patch": "what"}'}),
     ],
@@ -538,6 +576,17 @@ def test_an_item_reference_finds_the_item_that_it_names() -> None:
     assert read == [USER, FULL.message() | {"reasoning_content": "hm"}]
     with pytest.raises(GatewayError, match="no item of an answer that is known here"):
         responses.parse(asked(input=[{"id": f"fc_{CALL_ID}_2"}]), known)
+
+
+@pytest.mark.parametrize("call", range(len(CALLS)))
+def test_a_call_that_comes_back_as_it_was_told_is_the_call_that_was_sampled(call: int) -> None:
+    made = answer(tool_calls=[called(**CALLS[call])])
+    known = {responses.response_id(CALL_ID): responses.kept(request(), made)}
+    [item] = whole(made, tools=TOOLS_OF_ALL_KINDS)["output"]
+    assert responses.parse(asked(input=[USER, item]), known).messages == [USER, made.message()]
+    other = json.loads(json.dumps(item).replace("ls", "rm").replace("print(1)", "2").replace("a.py", "c.py"))
+    if other != item:  # the client's own words count
+        assert responses.parse(asked(input=[USER, other]), known).messages != [USER, made.message()]
 
 
 # ---- continuing a response
@@ -663,7 +712,7 @@ def test_the_sdks_schema_and_tools_are_what_the_model_is_given() -> None:
     http = httpx.Client(transport=httpx.MockTransport(reply))
     sdk = openai.OpenAI(api_key="k", base_url="http://x/v1", http_client=http)
     tools: list[Any] = [LOOK_UP]
-    sdk.responses.parse(model="policy", input="hi", tools=tools, text_format=City)
+    sdk.responses.parse(model="policy", input="hi", tools=tools, tool_choice="none", text_format=City)
     read = responses.parse(sent[0])
     assert read.tools == [NESTED]
     assert read.sampling.json_schema is not None
@@ -726,7 +775,7 @@ def told(draw: st.DrawFn, *, thinks_first: bool) -> tuple[ParsedAnswer, list[Del
         new = draw(tokens) if wants else None
         sampled += new or ()
         if kind == "tool_call":
-            calls.append(called(len(calls), q=draw(texts)))
+            calls.append(called(len(calls), **draw(st.sampled_from(CALLS))))
             deltas.append(Delta(kind=kind, tool_call=calls[-1], tool_index=len(calls) - 1, tokens=new))
         else:
             deltas.append(Delta(kind=kind, text=draw(texts), tokens=new))
@@ -745,9 +794,16 @@ def told(draw: st.DrawFn, *, thinks_first: bool) -> tuple[ParsedAnswer, list[Del
 
 
 @given(told(thinks_first=True))
+@example(
+    (
+        answer(reasoning="r", tool_calls=[called(name="local_shell", command="ls")]),
+        [Delta(kind="reasoning", text="r")],
+        False,
+    )
+)
 def test_a_stream_adds_up_to_the_whole_answer(case: tuple[ParsedAnswer, list[Delta], bool]) -> None:
     given, deltas, wants = case
-    fields = (LOGPROBS if wants else {}) | {"tools": [LOOK_UP]}
+    fields = (LOGPROBS if wants else {}) | {"tools": TOOLS_OF_ALL_KINDS}
     events = events_of(streamed(given, deltas, **fields))
     final = whole(given, stream=True, **fields)
     assert accumulated(events) == final["output"]

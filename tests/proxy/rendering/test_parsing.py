@@ -246,6 +246,27 @@ def test_no_stop_string_is_told_and_tokens_end_with_the_match(
 
 
 @pytest.mark.parametrize("name", RENDERERS)
+@pytest.mark.parametrize("token", ["!", "<|endoftext|>", "</tool_call>"])
+@given(said=SAID, cuts=CUTS)
+@settings(max_examples=examples(60), deadline=None)
+def test_the_text_lacks_the_stop_token_that_its_tokens_end_with(
+    name: str, token: str, renderers: dict[str, Renderer], said: list[str | int], cuts: list[int]
+) -> None:
+    renderer = renderers[name]
+    stop = renderer.tokenizer.encode_own(token)[0]
+    prompt, ids = prompt_of(renderer), [one for one in spelled(renderer, said) if one != stop]
+    is_mark = renderer.markup is not None and stop in renderer.markup.tokens  # which closes a call
+    expected = renderer.parse("7", prompt, ids + [stop] * is_mark, None, "length", TOOLS)
+    for end in (AnswerEnd(stop_token_ids=[stop]), AnswerEnd(["never"], [stop])):
+        parser = AnswerParser(renderer, "7", prompt, TOOLS, end)
+        answer, deltas = streamed(parser, list(groups([*ids, stop], cuts)))
+        assert_adds_up(answer, deltas)
+        assert answer.token_ids == [*ids, stop]
+        assert answer.message() == expected.message()
+        assert answer.reasoning == expected.reasoning
+
+
+@pytest.mark.parametrize("name", RENDERERS)
 @given(
     said=SAID, behind=st.none() | TURN_ENDS, cuts=CUTS, stop=st.lists(st.sampled_from(["ab", "\n</", "c"]), max_size=1)
 )

@@ -173,3 +173,13 @@ def test_reasoning_that_was_cut_is_stripped_as_closed_reasoning_is(renderer: Lib
         for close in ("", "</think>")
     ]
     assert answers == ["so it is", "so it is"]
+
+
+@pytest.mark.parametrize("template", [None, QWEN3])
+def test_a_call_without_arguments_is_one_with_none(tmp_path: Path, template: str | None) -> None:
+    renderer = load_renderer(folder(tmp_path, chat_template=QWEN3), "template" if template else "qwen3", "mine")
+    question = {"role": "user", "content": "one"}
+    for arguments in ("", " ", "{}"):
+        call = {"id": "a", "type": "function", "function": {"name": "count", "arguments": arguments}}
+        messages = [question, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        assert '{"name": "count", "arguments": {}}' in renderer.tokenizer.decode(renderer.whole(messages, None))
