@@ -2,7 +2,7 @@
 tagged, by what they ask for.
 
 A rule is a text that a program writes in such a request and nowhere else: in a system message, or in the message that
-is to be answered.
+is to be answered, unless that is the result of a tool, which may show any text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,7 +38,8 @@ class Housekeeping:
 
     def tagged(self, agent: str | None, messages: Sequence[dict[str, Any]]) -> str | None:
         """The agent's tag, which says so where the request with these new messages is housekeeping."""
-        candidates = [message for message in messages if message.get("role") == "system"] + list(messages[-1:])
+        last = [message for message in messages[-1:] if message.get("role") != "tool"]
+        candidates = [message for message in messages if message.get("role") == "system"] + last
         texts = [text for message in candidates for text in _texts(message.get("content"))]
         if not any(rule in text for text in texts for rule in self._texts):
             return agent

@@ -233,8 +233,12 @@ def tool_call_id(call_id: str, index: int) -> str:
 
 
 def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """A call in OpenAI's form; half a surrogate pair, which a model's JSON may have, is an escape again."""
-    text = encodable(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    """A call in OpenAI's form; half a surrogate pair, which a model's JSON may have, is an escape again.
+
+    Raises ValueError for a number of the arguments that is none in JSON: NaN, and what is too large for a double.
+    """
+    whole = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    text = encodable(whole)
     return {"id": call_id, "type": "function", "function": {"name": encodable(name), "arguments": text}}
 
 

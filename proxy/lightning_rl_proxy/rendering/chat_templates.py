@@ -535,26 +535,24 @@ def _split_tool_calls(call_id: str, text: str) -> tuple[str, list[dict[str, Any]
     calls: list[dict[str, Any]] = []
     kept, at = "", 0  # `text` is read up to here; a regular expression would read an unclosed call again and again
     while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start)) >= 0:
-        call = _hermes_call(text[start + len(opening) : end])
+        call = _hermes_call(tool_call_id(call_id, len(calls)), text[start + len(opening) : end])
         following = end + len(closing)
         kept += text[at : following if call is None else start]
-        if call is not None:
-            calls.append(tool_call(tool_call_id(call_id, len(calls)), *call))
+        calls += [] if call is None else [call]
         at = following
     kept += text[at:]
     return (kept.rstrip() if calls else kept), calls
 
 
-def _hermes_call(text: str) -> tuple[str, dict[str, Any]] | None:
-    """The name and the arguments of a call, `{"name": ..., "arguments": {...}}`; None where it is no such object."""
+def _hermes_call(call_id: str, text: str) -> dict[str, Any] | None:
+    """The call that `{"name": ..., "arguments": {...}}` is; None where the text is no such object."""
     try:
         call = json.loads(text)
+        name, arguments = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
+        is_call = isinstance(name, str) and isinstance(arguments, dict)
+        return tool_call(call_id, name, arguments) if is_call else None
     except (ValueError, RecursionError):  # no JSON, nested too deep, or with a number of too many digits
         return None
-    if not isinstance(call, dict):
-        return None
-    name, arguments = call.get("name"), call.get("arguments")
-    return (name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:

@@ -25,6 +25,7 @@ State = Literal["start", "reasoning", "content", "calls", "held", "over"]
 
 _log = logging.getLogger(__name__)
 _INCOMPLETE = "\ufffd"  # what an unfinished character decodes to
+_CLOSED_CALLS = 32  # that are told as they close; behind them those that have closed are, at 64, 128, ...
 _CHARACTER = 4  # tokens that an unfinished character can be in at most
 
 
@@ -105,6 +106,7 @@ class AnswerParser:
         self._given = 0  # of the kept tokens, in deltas
         self._told: dict[Channel, str] = {"content": "", "reasoning": ""}
         self._calls_told = 0
+        self._closed = 0  # how often a mark has closed a call
         self._match: _Match | None = None
         tokenizer, markup = reader.tokenizer, reader.markup
         # A mark of the format stays, though the answer ends behind it: what it closes is read by it.
@@ -246,6 +248,9 @@ class AnswerParser:
         for channel, text in self._course.push(run):
             deltas += self._tell(channel, text)
         if self._course.closed_call and (self._course.state == "calls" or not self._parallel):
+            self._closed += 1
+            if self._parallel and self._closed > _CLOSED_CALLS and self._closed & (self._closed - 1):
+                return deltas  # they are told later: each look at the calls reads the whole answer again
             calls = self._calls_so_far()
             if calls and not self._parallel:
                 self._called = self._followed

@@ -143,11 +143,17 @@ class LibraryRenderer:
         reasoning, content = parsed.reasoning_content, parsed.content
         if self.markup is not None:
             reasoning, content = None if reasoning is None else reasoning.strip(), content.strip()
+        # Without marks, what is called says whether an answer is a call.
+        bare = self.markup is not None and self.markup.bare_calls
+        names = {tool["function"]["name"] for tool in tools or ()} if bare else None
+        ids = self._said(response_ids)
         calls: list[dict[str, Any]] = []
         for call in parsed.tool_calls:
             well_formed = isinstance(call.name, str) and isinstance(call.arguments, dict | str)
-            if call.status == ToolCallParseStatus.OK and well_formed:
+            if call.status == ToolCallParseStatus.OK and well_formed and (names is None or call.name in names):
                 calls.append(tool_call(tool_call_id(call_id, len(calls)), call.name, call.arguments))
+            elif call.token_span is not None:
+                content += self.tokenizer.decode(ids[slice(*call.token_span)])
             else:
                 content += f"<tool_call>{call.raw}</tool_call>"
         return content, reasoning, calls

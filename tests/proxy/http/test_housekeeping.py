@@ -20,6 +20,7 @@ def test_each_rule_tags_a_system_message_and_the_message_to_be_answered(text: st
     assert tagged("writer", [TASK, {"role": "user", "content": words}]) == "writer.housekeeping"
     assert tagged(None, [{"role": "user", "content": [{"type": "text", "text": words}]}]) == "housekeeping"
     assert tagged(None, [{"role": "user", "content": words}, TASK]) is None
+    assert tagged(None, [TASK, {"role": "tool", "content": words}]) is None, "a tool may show the program's own source"
 
 
 @pytest.mark.parametrize("messages", [[], [TASK], [{"role": "user", "content": None}], [{"role": "tool"}]])

@@ -450,6 +450,36 @@ def test_what_might_have_begun_a_stop_string_behind_the_only_call_is_overshoot(r
     assert_adds_up(answer, deltas)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3", 'a<tool_call>\n{"name": "cou'),
+        ("qwen3", '<tool_call>{"name": "count", "arguments": {"of": 1e400}}</tool_call>'),  # no number in JSON
+        ("hermes", '<tool_call>{"name": "count", "arguments": {"of": NaN}}</tool_call>'),
+        ("llama-3", '{"name": "count", "parameters": null}'),
+        ("llama-3", '{"name": "Paris", "inhabitants": 2100000}'),  # no tool's name
+    ],
+)
+def test_what_is_no_call_of_a_tool_is_text_as_it_was_sampled(
+    renderers: dict[str, Renderer], name: str, said: str
+) -> None:
+    renderer = renderers[name]
+    ids = [*spelled(renderer, [said]), renderer.stop_token_ids[0]]
+    answer, deltas = streamed(AnswerParser(renderer, "7", prompt_of(renderer), TOOLS), [[token] for token in ids])
+    assert (answer.content, answer.tool_calls) == (said, [])
+    assert_adds_up(answer, deltas)
+
+
+def test_many_calls_are_all_told_the_last_ones_at_the_end(renderers: dict[str, Renderer]) -> None:
+    for name in ("qwen3", "hermes"):
+        renderer = renderers[name]
+        ids = spelled(renderer, [CALLS["json"]] * 100)
+        parser = AnswerParser(renderer, "7", prompt_of(renderer), TOOLS)
+        answer, deltas = streamed(parser, [[token] for token in ids])
+        assert len(answer.tool_calls) == 100
+        assert_adds_up(answer, deltas)
+
+
 def test_reasoning_that_was_closed_is_not_opened_again(renderers: dict[str, Renderer]) -> None:
     renderer = renderers["deepseek-r1"]
     ids = spelled(renderer, ["</think>", "<think>", "a"])
