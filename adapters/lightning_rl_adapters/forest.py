@@ -16,11 +16,11 @@ class ForestError(ValueError):
     """The calls of an attempt do not form a forest: the records are damaged and must not be trained on."""
 
 
-def check_held(placed: Iterable[Placed], held: Mapping[str, bytes], whose: str) -> None:
+def check_held(placed: Iterable[Placed], held: Mapping[str, bytes], where: str) -> None:
     """Raises ForestError naming the first image of `placed` that `held` lacks."""
     for image in placed:
         if image.sha256 not in held:
-            raise ForestError(f"{whose} shows image {image.sha256}, and no span of its attempt holds it")
+            raise ForestError(f"{where} shows image {image.sha256}, and no span of its attempt holds it")
 
 
 @dataclass(eq=False)

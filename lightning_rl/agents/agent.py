@@ -149,12 +149,12 @@ class ConfiguredAgent(NamedTuple):
     make: Callable[[], Agent]
 
 
-def agent_of_run(given: Agent | None, configured: Sequence[ConfiguredAgent] = ()) -> Agent:
+def agent_of_run(agent: Agent | None, configured: Sequence[ConfiguredAgent] = ()) -> Agent:
     """The agent of a run: the one that is given, or the one that its configuration names.
 
     Raises AgentNotFound where there is none or more than one, and what making a configured one raises.
     """
-    named = [] if given is None else [f"the agent {getattr(given, '__name__', type(given).__name__)}"]
+    named = [] if agent is None else [f"the agent {getattr(agent, '__name__', type(agent).__name__)}"]
     named += [one.named_by for one in configured]
     if not named:
         raise AgentNotFound(
@@ -164,7 +164,7 @@ def agent_of_run(given: Agent | None, configured: Sequence[ConfiguredAgent] = ()
         )
     if len(named) > 1:
         raise AgentNotFound(f"{' and '.join(named)} name {_NUMBERS[len(named)]} agents: leave one out")
-    return given if given is not None else configured[0].make()
+    return agent if agent is not None else configured[0].make()
 
 
 def load_agent(spec: str) -> Agent:

@@ -79,9 +79,9 @@ class Emitted:
         """A remark; `attributes` as of `reward`."""
         self._end(self._begin(semconv.MESSAGE_SPAN, {**(attributes or {}), semconv.MESSAGE: text}))
 
-    def object(self, told: str, attributes: Mapping[str, AttributeValue] | None = None) -> None:
+    def object(self, text: str, attributes: Mapping[str, AttributeValue] | None = None) -> None:
         """A value as JSON; `attributes` as of `reward`."""
-        self._end(self._begin(semconv.OBJECT_SPAN, {**(attributes or {}), semconv.OBJECT: told}))
+        self._end(self._begin(semconv.OBJECT_SPAN, {**(attributes or {}), semconv.OBJECT: text}))
 
     def exception(self, error: BaseException, attributes: Mapping[str, AttributeValue] | None = None) -> None:
         """An exception; `attributes` as of `reward`."""

@@ -42,16 +42,16 @@ def name_of(task: Any, default: str) -> str:
     return default if name is None else str(name)
 
 
-def check_names(tasks: Sequence[Any], known: Sequence[str], default: str) -> None:
+def check_names(tasks: Sequence[Any], loop_names: Sequence[str], default: str) -> None:
     """Raises LoopTaskError for the first task that asks for a loop that there is not."""
     for index, task in enumerate(tasks):
-        if (name := name_of(task, default)) not in known:
-            raise unknown(f"task {index}", name, known)
+        if (name := name_of(task, default)) not in loop_names:
+            raise unknown(f"task {index}", name, loop_names)
 
 
-def unknown(whose: str, name: str, known: Sequence[str]) -> LoopTaskError:
-    """The error for a name that is none of `known`."""
-    return LoopTaskError(f"{whose} has agent_name {name!r}, and there is no such loop; there are {sorted(known)}")
+def unknown(where: str, name: str, loop_names: Sequence[str]) -> LoopTaskError:
+    """The error for a name that is none of `loop_names`."""
+    return LoopTaskError(f"{where} has agent_name {name!r}, and there is no such loop; there are {sorted(loop_names)}")
 
 
 def tools_of(task: Any) -> ToolsOfTask:

@@ -97,9 +97,9 @@ class Algorithm:
         """The run folder, where nobody names one."""
         return Path("runs") / time.strftime("%Y%m%d-%H%M%S")
 
-    def run_folder(self, given: Path | None = None) -> Path:
+    def run_folder(self, folder: Path | None = None) -> Path:
         """Where the run is kept: the folder that is given, or that the configuration names, else a new one."""
-        if (named := given or self.named_run_dir) is not None:
+        if (named := folder or self.named_run_dir) is not None:
             return named.expanduser().resolve()
         new = self.default_run_dir().resolve()
         names = (new if number == 1 else new.with_name(f"{new.name}-{number}") for number in itertools.count(1))

@@ -49,7 +49,7 @@ def run(
         trace = recorded.trace(connection, recorded.find(connection, rollout))
     context = folder.beside(place, trace.rollout)
     trace = folder.with_trained_calls(context.config, trace)
-    training = folder.trained_by(context.config, context.found, context.not_recorded)
+    training = folder.trained_by(context.config, context.record, context.not_recorded)
     try:
         if call is None:
             view = msgspec.structs.replace(explain(trace, training), run_dir=str(place.resolve()))

@@ -174,7 +174,7 @@ def _settings(
     if from_verl is None:
         return compose(base={}, file=config, command_line=command_line, schema=TrainConfig), None
     base, config, command_line = _of_verl(from_verl, command_line)
-    notes = notes_of(file=config, command_line=command_line, schema=TrainConfig, theirs=True)
+    notes = notes_of(file=config, command_line=command_line, schema=TrainConfig, is_verl=True)
     return compose(base=base, file=config, command_line=command_line, schema=TrainConfig), notes
 
 

@@ -31,13 +31,13 @@ class HarborTask:
     verifier_seconds: float | None
     reward: str = f"chmod +x {TESTS}/test.sh && {TESTS}/test.sh"
 
-    def settings(self, given: SandboxSection) -> SandboxSection:
+    def settings(self, sandbox: SandboxSection) -> SandboxSection:
         """The sandbox of this task: its own image, and the time that it gives an agent where none is given."""
-        if given.kind == "local":
+        if sandbox.kind == "local":
             raise CommandError(f"{self.folder}: a Harbor task needs a container: say sandbox.kind=docker, or a service")
-        image = given.image or self.image or str(self.folder / "environment")
+        image = sandbox.image or self.image or str(self.folder / "environment")
         return msgspec.structs.replace(
-            given, image=image, tests=None, timeout_seconds=given.timeout_seconds or self.agent_seconds
+            sandbox, image=image, tests=None, timeout_seconds=sandbox.timeout_seconds or self.agent_seconds
         )
 
 

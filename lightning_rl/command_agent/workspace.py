@@ -54,15 +54,15 @@ async def restored(space: Workspace) -> None:
         raise CommandError(f"the program left something else in the place of {' or '.join(folders)}: nothing is judged")
 
 
-async def folder_of(box: Sandbox, asked: str | None, *others: str) -> str:
+async def folder_of(box: Sandbox, folder: str | None, *others: str) -> str:
     """The whole path of a folder, by default the one where the sandbox begins. It is made where it is not there, as
     the others are."""
     printed: list[str] = []
-    words = ["sh", "-c", 'mkdir -p "$0" "$@" && cd "$0" && pwd', asked or ".", *others]
+    words = ["sh", "-c", 'mkdir -p "$0" "$@" && cd "$0" && pwd', folder or ".", *others]
     status = await box.run(words, environment={}, folder=None, timeout_seconds=None, output=printed.append)
     if status != 0:
         raise SandboxError(
-            f"the folder {asked or '.'} of the sandbox cannot be had (status {status}): {''.join(printed)}"
+            f"the folder {folder or '.'} of the sandbox cannot be had (status {status}): {''.join(printed)}"
         )
     return "".join(printed).strip()
 

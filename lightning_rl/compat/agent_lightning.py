@@ -173,8 +173,8 @@ def give_parts(algorithm: "Algorithm", adapter: Any, initial_resources: Mapping[
         algorithm.train_only(match)
 
 
-def service_of(resources: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The model, base URL and key of `main_llm`, for `Trainer.dev`; what is `given` there wins.
+def service_of(resources: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The model, base URL and key of `main_llm`, for `Trainer.dev`; what its `arguments` say wins.
 
     Raises TypeError for other resources.
     """
@@ -184,7 +184,7 @@ def service_of(resources: Mapping[str, Any], given: Mapping[str, Any]) -> dict[s
             f"dev takes initial_resources of one LLM, {{'main_llm': lrl.LLM(...)}}; there are {list(resources)}"
         )
     named = {"model": llm.model, "base_url": llm.base_url, "api_key": llm.api_key or None}
-    return {name: given[name] if given[name] is not None else value for name, value in named.items()}
+    return {name: arguments[name] if arguments[name] is not None else value for name, value in named.items()}
 
 
 class Hook:
@@ -346,9 +346,9 @@ def configure_logger(level: int | str = "INFO", name: str = "lightning_rl") -> l
     return logging.getLogger(name.replace("agentlightning", "lightning_rl"))
 
 
-def check_arguments(given: Mapping[str, Any]) -> None:
+def check_arguments(arguments: Mapping[str, Any]) -> None:
     """Raises TypeError for arguments of Agent-lightning's Trainer, saying what to write instead; None is not given."""
-    for name, value in given.items():
+    for name, value in arguments.items():
         if name not in ARGUMENTS:
             raise TypeError(f"Trainer takes no argument {name!r}")
         if value is not None:

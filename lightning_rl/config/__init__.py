@@ -64,21 +64,21 @@ class Key(msgspec.Struct, frozen=True):
 
 
 def compose(
-    given: Mapping[str, Any] | DictConfig | None = None,
+    values: Mapping[str, Any] | DictConfig | None = None,
     *,
     file: Path | None = None,
     command_line: Sequence[str] = (),
     base: Mapping[str, Any] | None = None,
     schema: type[C] = Config,  # type: ignore[assignment]
 ) -> C:
-    """The defaults of `schema`, then `base` (dotted keys), `file` (YAML), `given` (a nested dict), and Hydra's
+    """The defaults of `schema`, then `base` (dotted keys), `file` (YAML), `values` (a nested dict), and Hydra's
     `key=value` overrides. verl's keys are taken everywhere (`verl_keys.py`); those without effect are logged in a line.
     With a `base`, which is of verl's defaults, the keys are a script's or a file's of verl's.
 
     Raises ConfigError naming the key: unknown (with the nearest valid one), refused, or with a value that does not fit.
     """
     with _ONE_AT_A_TIME, _errors():
-        layers, notes = _layers(given, file, command_line, schema, theirs=base is not None)
+        layers, notes = _layers(values, file, command_line, schema, is_verl=base is not None)
         _refuse(notes)
         merged = OmegaConf.merge(_defaults(schema), _nested(base or {}), *layers)
         plain = msgspec.to_builtins(OmegaConf.to_container(merged, resolve=True), enc_hook=str)
@@ -97,11 +97,11 @@ def _report(notes: Sequence[Note]) -> None:
         _log.warning("without effect here (docs/config.md says why): %s", ", ".join(idle))
 
 
-def derived(config: C, given: Mapping[str, Any]) -> C:
+def derived(config: C, changes: Mapping[str, Any]) -> C:
     """`config` with the keys of a nested dict changed. Raises ConfigError as `compose` does."""
     with _ONE_AT_A_TIME, _errors():
         schema = type(config)
-        layers, notes = _layers(given, None, (), schema, theirs=False)
+        layers, notes = _layers(changes, None, (), schema, is_verl=False)
         _refuse(notes)
         merged = OmegaConf.merge(OmegaConf.create(msgspec.to_builtins(config)), *layers)
         plain = msgspec.to_builtins(OmegaConf.to_container(merged, resolve=True), enc_hook=str)
@@ -115,12 +115,12 @@ def notes_of(
     file: Path | None = None,
     command_line: Sequence[str] = (),
     schema: type[Config] = Config,
-    theirs: bool = False,
+    is_verl: bool = False,
 ) -> list[Note]:
-    """What becomes of each key that is given, in order; `theirs`: by a script or file of verl's. Raises
+    """What becomes of each key that is given, in order; `is_verl`: by a script or file of verl's. Raises
     ConfigError for one that is unknown."""
     with _ONE_AT_A_TIME, _errors():
-        return _layers(None, file, command_line, schema, theirs=theirs)[1]
+        return _layers(None, file, command_line, schema, is_verl=is_verl)[1]
 
 
 def _layers(
@@ -129,16 +129,16 @@ def _layers(
     command_line: Sequence[str],
     schema: type[Config],
     *,
-    theirs: bool,
+    is_verl: bool,
 ) -> tuple[list[DictConfig], list[Note]]:
     """What is given, over the defaults, with our keys alone; and what became of each key."""
     defaults = _defaults(schema)
     layers, notes = [], []
     for layer in (_read(file, schema), OmegaConf.create(dict(values or {}))):
-        own_layer, of_layer = translate_layer(_lengthened(_undotted(layer)), defaults, theirs=theirs)
+        own_layer, of_layer = translate_layer(_lengthened(_undotted(layer)), defaults, is_verl=is_verl)
         layers.append(own_layer)
         notes += of_layer
-    overridden, of_command_line = _from_command_line(command_line, schema, theirs=theirs)
+    overridden, of_command_line = _from_command_line(command_line, schema, is_verl=is_verl)
     notes += of_command_line
     _check_names((note.key for note in notes if note.kind == "same"), schema)
     return [*layers, overridden], [_without_effect(note, _keys_by_name(schema)) for note in notes]
@@ -262,7 +262,7 @@ def _read(file: Path | None, schema: type[Config]) -> Any:
 
 
 def _from_command_line(
-    overrides: Sequence[str], schema: type[Config], *, theirs: bool
+    overrides: Sequence[str], schema: type[Config], *, is_verl: bool
 ) -> tuple[DictConfig, list[Note]]:
     """The values that the overrides give, and what became of each. A key may stand in the defaults or not: `+` in front
     of it changes nothing. `~` makes it null."""
@@ -279,7 +279,7 @@ def _from_command_line(
         else:
             own_values.append((name, value))
     # Converted keys give way to ours, so the translation is told of those, too.
-    translation = translate([*own_values, *of_verl], theirs=theirs)
+    translation = translate([*own_values, *of_verl], is_verl=is_verl)
     changed = OmegaConf.create({})
     for name, value in [*own_values, *translation.ours[len(own_values) :]]:
         OmegaConf.update(changed, name, value, force_add=True)

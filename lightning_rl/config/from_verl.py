@@ -33,17 +33,17 @@ class Translation(NamedTuple):
     notes: list[Note]
 
 
-def translate(given: Sequence[tuple[str, Any]], *, theirs: bool = False) -> Translation:
-    """What dotted keys with their values become; a later one wins over an earlier one. `theirs`: they are those of a
+def translate(pairs: Sequence[tuple[str, Any]], *, is_verl: bool = False) -> Translation:
+    """What dotted keys with their values become; a later one wins over an earlier one. `is_verl`: they are those of a
     script or file of verl's, and mean what they mean there.
 
     A key that is converted gives way to ours, where both are given: `data.overlong` wins over `data.truncation`.
     """
     own_values: list[tuple[str, Any]] = []
     notes: list[Note] = []
-    beside = dict(given)
-    for key, value in given:
-        converted, note = _translated(key, value, beside, theirs=theirs)
+    beside = dict(pairs)
+    for key, value in pairs:
+        converted, note = _translated(key, value, beside, is_verl=is_verl)
         remaining = {name: each for name, each in converted.items() if name == key or name not in beside}
         if converted and not remaining:
             note = Note(key, value, "accepted", f"{', '.join(converted)} is given too, and holds")
@@ -52,8 +52,8 @@ def translate(given: Sequence[tuple[str, Any]], *, theirs: bool = False) -> Tran
     return Translation(own_values, notes)
 
 
-def translate_layer(layer: DictConfig, defaults: DictConfig, *, theirs: bool = False) -> tuple[DictConfig, list[Note]]:
-    """A layer of a configuration with our keys alone; its references are looked up in it, and in `defaults`. `theirs`
+def translate_layer(layer: DictConfig, defaults: DictConfig, *, is_verl: bool = False) -> tuple[DictConfig, list[Note]]:
+    """A layer of a configuration with our keys alone; its references are looked up in it, and in `defaults`. `is_verl`
     as in `translate`."""
     plain = OmegaConf.to_container(layer)
     assert isinstance(plain, dict)
@@ -62,7 +62,7 @@ def translate_layer(layer: DictConfig, defaults: DictConfig, *, theirs: bool = F
     others = [Note(name, value, "same") for name, value in leaves(plain) if not knows(name, value)]
     translation = translate(
         [*((note.key, note.value) for note in others), *((name, _select(whole, name)) for name in verl_names)],
-        theirs=theirs,
+        is_verl=is_verl,
     )
     for name in verl_names:
         _remove(plain, name.split("."))
@@ -106,14 +106,14 @@ def _remove(config: dict[Any, Any], path: Sequence[str]) -> None:
         del config[name]
 
 
-def _translated(key: str, value: Any, beside: Mapping[str, Any], *, theirs: bool) -> tuple[dict[str, Any], Note]:
+def _translated(key: str, value: Any, beside: Mapping[str, Any], *, is_verl: bool) -> tuple[dict[str, Any], Note]:
     rule = verl_keys.rule_of(key)
     if rule is None:
         empty = value == {} and knows(key, value)
         return ({}, Note(key, value, "accepted", "it is empty")) if empty else ({key: value}, Note(key, value, "same"))
     if value is None:
         return {}, Note(key, value, "accepted", "null asks for nothing")
-    if theirs and rule.theirs:
+    if is_verl and rule.theirs:
         return {}, Note(key, value, "accepted", rule.theirs, reported=True)
     if rule.values is not None and value not in rule.values:
         return {}, Note(key, value, "refused", rule.instead)

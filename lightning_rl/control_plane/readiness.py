@@ -23,10 +23,10 @@ def checks(
     return states | {f"{_ENGINE}{name}": trouble or OK for name, trouble in engines.items()}
 
 
-def is_ready(found: Mapping[str, str]) -> bool:
+def is_ready(states: Mapping[str, str]) -> bool:
     """Whether the server can do its work: all parts are well, but for engines whose model has another one."""
     models: dict[str, bool] = {}
-    for name, state in found.items():
+    for name, state in states.items():
         if name.startswith(_ENGINE):  # `engine MODEL N`; a chat backend has no number
             model, _, number = name.removeprefix(_ENGINE).rpartition(" ")
             key = model if model and number.isdecimal() else name

@@ -145,12 +145,12 @@ class SeveralServers:
             self.while_waiting()
             self.wait(missing, _READ_SECONDS)
 
-    def add_late_rewards(self, given: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
+    def add_late_rewards(self, rewards_by_attempt: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
         """See `RunStore`. A server that is gone with rollouts that were read is given their rewards when it is there
         again."""
-        for server, ids in self._rollouts.by_server({rollout_id for rollout_id, _ in given}):
+        for server, ids in self._rollouts.by_server({rollout_id for rollout_id, _ in rewards_by_attempt}):
             its_own = set(ids)
-            part = {place: rewards for place, rewards in given.items() if place[0] in its_own}
+            part = {place: rewards for place, rewards in rewards_by_attempt.items() if place[0] in its_own}
             if self._ask(server, functools.partial(_add_late_rewards, part)) is None:
                 with self._lock:
                     server.late_rewards.update(part)

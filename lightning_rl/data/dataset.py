@@ -19,16 +19,16 @@ class TaskError(Explained, TypeError):
     comes_again = True
 
 
-def dataset_of(given: Any, name: str) -> Sequence[Any] | None:
+def dataset_of(data: Any, name: str) -> Sequence[Any] | None:
     """The tasks of what was given as the dataset `name`; None where nothing was.
 
     Of a DataFrame (pandas, Polars) and a table (Arrow) they are the rows as dicts, of an array and a Series the
     values. Others are read by index, and stay as lazy as they are. Raises TaskError for what is no dataset, and naming
     its place for the first of a list's tasks that is no JSON value.
     """
-    if given is None:
+    if data is None:
         return None
-    rows = _rows(given)
+    rows = _rows(data)
     if isinstance(rows, str | bytes | os.PathLike):
         raise TaskError(
             f"{name} is the text {str(rows)[:80]!r}; tasks of a file are read by lightning_rl.data.load_tasks(path), "
@@ -46,17 +46,17 @@ def dataset_of(given: Any, name: str) -> Sequence[Any] | None:
     return rows if hasattr(rows, "__iter__") else _ByIndex(rows)
 
 
-def check_task(task: Any, what: str) -> None:
-    """Raises TaskError, which says `what` it is, for a task that is no JSON value."""
+def check_task(task: Any, where: str) -> None:
+    """Raises TaskError, which says `where` it stands, for a task that is no JSON value."""
     try:
         json.dumps(task, allow_nan=False)
         body_of(task)
         _check_keys(task)
     except RecursionError:
-        raise TaskError(f"{what} is no JSON value: it is nested too deeply, or holds itself") from None
+        raise TaskError(f"{where} is no JSON value: it is nested too deeply, or holds itself") from None
     except (TypeError, ValueError, Invalid) as error:
         raise TaskError(
-            f"{what} is no JSON value ({error}): {str(task)[:80]!r}; make it of dicts, lists, text, numbers, true, "
+            f"{where} is no JSON value ({error}): {str(task)[:80]!r}; make it of dicts, lists, text, numbers, true, "
             "false and null"
         ) from error
 

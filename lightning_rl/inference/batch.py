@@ -58,9 +58,9 @@ class Sequence:
     __slots__ = (
         "adapter",
         "content",
-        "kept",
         "long_prompt",
         "picture",
+        "prefix",
         "priority",
         "prompt",
         "pure",
@@ -91,14 +91,14 @@ class Sequence:
         self.stop_ids = stop_ids
         self.row = -1
         self.long_prompt = (self.adapter, self.content.tobytes()) if len(prompt) >= LONG_PROMPT else None
-        self.kept = NOTHING  # what `Prefixes` has of the prompt; once it was read, of all that was kept of it
+        self.prefix = NOTHING  # that `Prefixes` has of the prompt; once it was read, of all that was kept of it
         self.pure = True  # no weights but the ones in force wrote its keys and values
         self.starts: list[tuple[int, int]] = []  # (policy version, its first token's index)
 
     @property
     def unread(self) -> int:
         """Tokens of the prompt that no kept keys and values stand for."""
-        return len(self.prompt) - self.kept.shared
+        return len(self.prompt) - self.prefix.shared
 
     def mark(self, version: int, generated: int) -> None:
         """Tokens from index `generated` on come from `version`."""

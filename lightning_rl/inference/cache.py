@@ -165,7 +165,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._flat = [layer.flatten(0, 3) for layer in self._layers]
 
 
-class Found(NamedTuple):
+class KeptPrefix(NamedTuple):
     """A kept row, how many tokens of a prompt it begins with, and when that was looked up."""
 
     row: int
@@ -173,7 +173,7 @@ class Found(NamedTuple):
     at: int
 
 
-NOTHING = Found(0, 0, -1)
+NOTHING = KeptPrefix(0, 0, -1)
 
 
 class Prefixes:
@@ -197,34 +197,34 @@ class Prefixes:
         self._begun_at = np.zeros(max(size, 1), np.int64)  # and since when it was only gone on from
         self._cleared = 0
 
-    def find(self, prompt: Ints, adapter: int, known: Found = NOTHING) -> Found:
+    def find(self, prompt: Ints, adapter: int, earlier: KeptPrefix = NOTHING) -> KeptPrefix:
         """The kept row that begins like `prompt` for longest, read by `adapter`; `shared` is 0 for too few tokens.
 
-        The last token is never counted: it has to be read for the logits that follow it. `known` is what was found for
+        The last token is never counted: it has to be read for the logits that follow it. `earlier` is the answer for
         the same prompt before: then only what was kept since is looked at, unless its own row is another's now.
         """
         width = min(len(prompt) - 1, self._tokens.shape[1])
-        if known.at < self._cleared or self._begun_at[known.row] > known.at:
-            known = NOTHING
-        rows = np.flatnonzero(self._kept_at[: self._used] > known.at)
+        if earlier.at < self._cleared or self._begun_at[earlier.row] > earlier.at:
+            earlier = NOTHING
+        rows = np.flatnonzero(self._kept_at[: self._used] > earlier.at)
         if width < SHORTEST_PREFIX or not rows.size:
-            return known._replace(at=self._times)
+            return earlier._replace(at=self._times)
         differs = self._tokens[rows, :width] != prompt[:width]
         differs[:, 0] |= self._adapters[rows] != adapter
         shared = np.where(differs.any(axis=1), differs.argmax(axis=1), width)
         best = int(shared.argmax())
-        if shared[best] < max(SHORTEST_PREFIX, known.shared + 1):
-            return known._replace(at=self._times)
-        return Found(int(rows[best]), int(shared[best]), self._times)
+        if shared[best] < max(SHORTEST_PREFIX, earlier.shared + 1):
+            return earlier._replace(at=self._times)
+        return KeptPrefix(int(rows[best]), int(shared[best]), self._times)
 
     def keep(
-        self, cache: SlotCache, rows: list[int], contents: list[Ints], adapters: Ints, found: list[Found]
-    ) -> list[Found]:
+        self, cache: SlotCache, rows: list[int], contents: list[Ints], adapters: Ints, prefixes: list[KeptPrefix]
+    ) -> list[KeptPrefix]:
         """Keep the first len(contents[i]) columns of row rows[i], which those tokens wrote by adapter adapters[i].
 
-        `found[i]` is what was found of contents[i], or kept; what comes back is where each is now.
+        `prefixes[i]` is what was there of contents[i], or kept; what comes back is where each is now.
         """
-        now = list(found)
+        now = list(prefixes)
         order = [each for each, tokens in enumerate(contents) if len(tokens) >= SHORTEST_PREFIX]
         order = order[-self.size :] if self.size else []
         if not order:
@@ -234,22 +234,22 @@ class Prefixes:
         self._times += 1
         for each in order:
             tokens, adapter = contents[each], int(adapters[each])
-            target = self._target(found[each])
+            target = self._target(prefixes[each])
             self._tokens[target] = -1
             self._tokens[target, : len(tokens)] = tokens
             self._adapters[target] = adapter
             self._lengths[target] = len(tokens)
             self._kept_at[target] = self._times
-            now[each] = Found(target, len(tokens), self._times)
+            now[each] = KeptPrefix(target, len(tokens), self._times)
         sources, targets = (
             np.array(which) for which in ([rows[each] for each in order], [now[each].row for each in order])
         )
         cache.copy_to(self._cache, sources, targets, longest)
         return now
 
-    def restore(self, cache: SlotCache, kept: list[int], rows: list[int], length: int) -> None:
+    def restore(self, cache: SlotCache, kept_rows: list[int], rows: list[int], length: int) -> None:
         """Copy the first `length` columns of the kept rows to rows of `cache`."""
-        self._cache.copy_to(cache, np.array(kept), np.array(rows), length)
+        self._cache.copy_to(cache, np.array(kept_rows), np.array(rows), length)
 
     def clear(self, adapter: int) -> None:
         """Forget what was read by that adapter; 0: everything, since all are over the same weights."""
@@ -262,8 +262,8 @@ class Prefixes:
         else:
             self._used = 0
 
-    def _target(self, prefix: Found) -> int:
-        """The row for a sequence that begins with what was found: that row, where it is gone on from as a whole."""
+    def _target(self, prefix: KeptPrefix) -> int:
+        """The row for a sequence that begins with `prefix`: that row, where it is gone on from as a whole."""
         alone = self._kept_at[prefix.row] <= prefix.at and self._cleared <= prefix.at
         if prefix.shared and alone and self._lengths[prefix.row] == prefix.shared:
             return prefix.row

@@ -63,7 +63,7 @@ class ContinuousBatch:
             with self._prefixes.lock:
                 # Anew for each group: what came after the one before it may have pushed out what was found.
                 for sequence in sequences:
-                    sequence.kept = self._prefixes.find(sequence.content, sequence.adapter, sequence.kept)
+                    sequence.prefix = self._prefixes.find(sequence.content, sequence.adapter, sequence.prefix)
                 group, sequences = _length_group(sequences)
                 copied_from = self._place(group)
             yield self._read(group, copied_from)
@@ -119,10 +119,10 @@ class ContinuousBatch:
             else:
                 originals[read] = self._batch.n
                 self._batch.join(sequence)
-                with_prefix += [sequence] if sequence.kept.shared else []
+                with_prefix += [sequence] if sequence.prefix.shared else []
         if with_prefix:
-            prefix_rows, rows = [one.kept.row for one in with_prefix], [one.row for one in with_prefix]
-            self._prefixes.restore(self._cache, prefix_rows, rows, max(one.kept.shared for one in with_prefix))
+            prefix_rows, rows = [one.prefix.row for one in with_prefix], [one.row for one in with_prefix]
+            self._prefixes.restore(self._cache, prefix_rows, rows, max(one.prefix.shared for one in with_prefix))
         for sequence, _ in copies:
             self._batch.join(sequence)
         return [row for _, row in copies]
@@ -139,7 +139,7 @@ class ContinuousBatch:
         self._keep([one.row for one in fresh], [one.content for one in fresh])
         if copied_from:
             for copy, source in zip(self._batch.sequences[end:], copied_from, strict=True):
-                copy.kept = self._batch.sequences[source].kept
+                copy.prefix = self._batch.sequences[source].prefix
             sources, targets = np.array(copied_from), np.arange(end, self._batch.n)
             longest = max(len(one.prompt) for one in self._batch.sequences[end:])
             self._cache.copy_to(self._cache, sources, targets, longest)
@@ -166,10 +166,10 @@ class ContinuousBatch:
     def _keep(self, rows: list[int], contents: list[Ints]) -> None:
         sequences = [self._batch.sequences[row] for row in rows]
         with self._prefixes.lock:
-            previous = [one.kept for one in sequences]
+            previous = [one.prefix for one in sequences]
             current = self._prefixes.keep(self._cache, rows, contents, self._batch.adapter[rows], previous)
         for sequence, one in zip(sequences, current, strict=True):
-            sequence.kept = one
+            sequence.prefix = one
 
 
 def _left_padded(sequences: list[Sequence]) -> tuple[Ints, Ints]:
@@ -178,11 +178,11 @@ def _left_padded(sequences: list[Sequence]) -> tuple[Ints, Ints]:
     Padding, position -1, stands on the left.
     """
     unread = np.array([sequence.unread for sequence in sequences])[:, None]
-    shared = np.array([sequence.kept.shared for sequence in sequences])[:, None]
+    shared = np.array([sequence.prefix.shared for sequence in sequences])[:, None]
     width = int(unread.max())
     index = np.arange(width) - (width - unread)
     tokens = np.zeros((len(sequences), width), np.int64)
-    tokens[index >= 0] = np.concatenate([one.prompt[one.kept.shared :] for one in sequences])
+    tokens[index >= 0] = np.concatenate([one.prompt[one.prefix.shared :] for one in sequences])
     return tokens, np.where(index >= 0, index + shared, -1)
 
 
@@ -193,7 +193,7 @@ def _places(sequences: list[Sequence], positions: Ints) -> Ints | None:
     places = np.repeat(np.maximum(positions, 0)[None], 3, axis=0)
     for row, sequence in enumerate(sequences):
         if sequence.picture is not None:
-            places[:, row, -sequence.unread :] = sequence.picture.places[:, sequence.kept.shared :]
+            places[:, row, -sequence.unread :] = sequence.picture.places[:, sequence.prefix.shared :]
     return places
 
 

@@ -136,11 +136,11 @@ class AttentionUnknown(Explained, ValueError):
     """The model cannot compute attention in the way that was asked for."""
 
 
-def attention_of(config: Any, asked: str | None = None) -> str | None:
+def attention_of(config: Any, implementation: str | None = None) -> str | None:
     """How the attention of a model with this config is computed: as asked; else (None) by torch's scaled-dot-product
     one where the model has it, but for those whose scores are capped, since that one leaves the cap out."""
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
-    return asked or ("eager" if capped else None)
+    return implementation or ("eager" if capped else None)
 
 
 def skeleton(

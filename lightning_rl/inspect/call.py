@@ -13,7 +13,7 @@ import msgspec
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import trained
 from lightning_rl.inspect.explain import marks_of, numbers_of, row_views, rows_of
-from lightning_rl.inspect.trained import UNKNOWN, CallTraining, Found, RolloutTraining, TrainedBy
+from lightning_rl.inspect.trained import UNKNOWN, CallTraining, RolloutTraining, TrainedBy, TrainingRecord
 from lightning_rl.store.contract import AttemptTrace, RolloutTrace
 from lightning_rl.store.rewards import added_up, rewards_by_call
 from lightning_rl.trajectories.step_record import CallRecord
@@ -138,8 +138,8 @@ def detail(
         ForestError: the calls of the attempt do not fit together; it names the call.
     """
     if attempt.attempt.attempt_id != trace.rollout.counting_attempt_id:
-        run = run._replace(found=None, not_recorded=None)
-    step_and_rollout = run.found
+        run = run._replace(record=None, not_recorded=None)
+    record = run.record
     tree = forest.build(calls_of(attempt.spans))
     numbers = numbers_of(tree)
     call = tree.nodes[call_id].call
@@ -176,14 +176,14 @@ def detail(
         answer=list(attributes.get(semconv.OUTPUT_MESSAGES) or ()),
         rewards=attempt.attempt.rewards,
         call_rewards=_own_rewards(attempt, call_id),
-        training=step_and_rollout and trained.call_training(step_and_rollout, call_id),
-        rollout_training=None if step_and_rollout is None else trained.rollout_training(step_and_rollout),
+        training=record and trained.call_training(record, call_id),
+        rollout_training=None if record is None else trained.rollout_training(record),
         not_recorded=run.not_recorded,
         sampler_is_old=run.sampler_is_old,
         rows=[view.number for view in views],
         trained_in=owner if in_row else None,
         row_excluded=row_excluded,
-        tokens=_tokens(call, step_and_rollout, in_row, decode),
+        tokens=_tokens(call, record, in_row, decode),
         media=call.media,
     )
 
@@ -212,11 +212,11 @@ def _own_rewards(attempt: AttemptTrace, call_id: str) -> dict[str, float]:
     return added_up(rewards_by_call(attempt.rewards, names_of(attempt.spans)).get(call_id, ()))
 
 
-def _tokens(call: Call, step_and_rollout: Found | None, in_row: bool, decode: Decode | None) -> list[TokenView]:
+def _tokens(call: Call, record: TrainingRecord | None, in_row: bool, decode: Decode | None) -> list[TokenView]:
     sampled = len(call.response_ids)
-    record = step_and_rollout[1].calls.get(call.call_id) if step_and_rollout else None
-    places = trained.places(record, sampled) if record else range(sampled) if in_row else ()
-    trainers = trainer_logprobs(record, sampled)
+    call_record = record[1].calls.get(call.call_id) if record else None
+    places = trained.places(call_record, sampled) if call_record else range(sampled) if in_row else ()
+    trainers = trainer_logprobs(call_record, sampled)
     mask = set(places)
     return [
         TokenView(

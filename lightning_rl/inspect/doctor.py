@@ -333,7 +333,7 @@ def _no_reward(evidence: Evidence) -> Finding | None:
         evidence,
         evidence.without_reward,
         name="no_reward",
-        told="ended without a reward, and count as failed",
+        text="ended without a reward, and count as failed",
         advice="return a number, or call emit_reward, on every way out of the agent",
     )
 
@@ -360,7 +360,7 @@ def _without_calls(evidence: Evidence) -> Finding | None:
         evidence,
         evidence.without_calls,
         name="rollouts_without_calls",
-        told="made no call to the model: they count in their group and train nothing",
+        text="made no call to the model: they count in their group and train nothing",
         advice="; or ".join(do),
     )
 
@@ -565,7 +565,7 @@ CHECKS_OF_LEARNING: tuple[Check, ...] = (
 )
 
 
-def _of_rollouts(evidence: Evidence, tally: Tally, *, name: str, told: str, advice: str) -> Finding | None:
+def _of_rollouts(evidence: Evidence, tally: Tally, *, name: str, text: str, advice: str) -> Finding | None:
     share = _share(tally.count, evidence.rollouts)
     if not share:
         return None
@@ -573,7 +573,7 @@ def _of_rollouts(evidence: Evidence, tally: Tally, *, name: str, told: str, advi
         name=name,
         severity=_by_share(share, MUCH, below="look at it"),
         number=share,
-        told=f"{tally.count} of {evidence.rollouts} rollouts {told}",
+        told=f"{tally.count} of {evidence.rollouts} rollouts {text}",
         advice=advice,
         rollout=tally.rollout,
     )

@@ -84,29 +84,29 @@ def _log(log: Log) -> Iterator[str]:
             yield from (f"    {line}" for line in shown)
 
 
-def run(found: RunForks) -> list[str]:
+def run(run_forks: RunForks) -> list[str]:
     """The forks of a run as lines."""
-    lines = [f"{found.run_dir}: {found.rollouts} rollouts, {found.calls} calls"]
-    lines += [f"  {count:>7}  calls began anew: {cause}" for cause, count in found.causes.items()]
-    lines.append(f"  {found.branches:>7}  calls continue one that an earlier call continues too (branches)")
-    if found.most:
-        lines += ["", f"rollouts with most (lightning-rl explain ROLLOUT --run-dir {shlex.quote(found.run_dir)}):"]
-    for rollout_id, counts in found.most.items():
+    lines = [f"{run_forks.run_dir}: {run_forks.rollouts} rollouts, {run_forks.calls} calls"]
+    lines += [f"  {count:>7}  calls began anew: {cause}" for cause, count in run_forks.causes.items()]
+    lines.append(f"  {run_forks.branches:>7}  calls continue one that an earlier call continues too (branches)")
+    if run_forks.most:
+        lines += ["", f"rollouts with most (lightning-rl explain ROLLOUT --run-dir {shlex.quote(run_forks.run_dir)}):"]
+    for rollout_id, counts in run_forks.most.items():
         lines.append(f"  {rollout_id}  {', '.join(f'{kind} {n}' for kind, n in counts.items())}")
     return lines
 
 
-def diagnosis(found: Diagnosis) -> list[str]:
+def diagnosis(result: Diagnosis) -> list[str]:
     """What keeps a run from learning as lines, worst first, then the numbers that were looked at."""
-    lines = [found.run_dir]
-    if not found.findings:
+    lines = [result.run_dir]
+    if not result.findings:
         lines += ["", "nothing was found that keeps this run from learning"]
     for severity in SEVERITIES:
-        of_it = [finding for finding in found.findings if finding.severity == severity]
+        of_it = [finding for finding in result.findings if finding.severity == severity]
         lines += ["", f"{severity}:"] if of_it else []
         for finding in of_it:
-            lines += _finding(finding, found.run_dir)
-    return [*lines, "", "looked at:", *(f"  {_n(number):>10}  {name}" for name, number in found.looked_at.items())]
+            lines += _finding(finding, result.run_dir)
+    return [*lines, "", "looked at:", *(f"  {_n(number):>10}  {name}" for name, number in result.looked_at.items())]
 
 
 def trees(calls: Sequence[CallView]) -> Iterator[str]:
@@ -130,9 +130,9 @@ def trees(calls: Sequence[CallView]) -> Iterator[str]:
                 stack += [(branch, f"{lead}├─ ", f"{lead}│  ") for branch in after[-2::-1]]
 
 
-def forks(found: Sequence[ExplainedFork]) -> Iterator[str]:
+def forks(explained: Sequence[ExplainedFork]) -> Iterator[str]:
     """One line for each fork: which calls, and why."""
-    for fork in found:
+    for fork in explained:
         if fork.cause is not None:
             yield f"call {fork.calls[0]} begins anew: {fork.cause}{_at(fork)}"
         else:

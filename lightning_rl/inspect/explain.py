@@ -132,7 +132,7 @@ def explain(
         error=None if rollout.error is None else f"{rollout.error.type}: {rollout.error.message}",
         counting_attempt_id=rollout.counting_attempt_id,
         attempts=[_attempt(rollout, attempt, run) for attempt in trace.attempts],
-        training=None if run.found is None else trained.rollout_training(run.found),
+        training=None if run.record is None else trained.rollout_training(run.record),
         not_recorded=run.not_recorded,
     )
 
@@ -140,9 +140,9 @@ def explain(
 def rows_of(tree: Forest, run: TrainedBy, *, training: bool) -> list[Row]:
     """The rows that training by `run` cuts from an attempt of a rollout for `training`."""
     calls = [node.call for node in tree.nodes.values()]
-    left_out = context_of(calls, run.select, training=training) | trained.left_out_calls(run.found)
+    left_out = context_of(calls, run.select, training=training) | trained.left_out_calls(run.record)
     cut = rows.cut(tree, {}, max_tokens=run.max_tokens, left_out=left_out)
-    trained.leave_out_tokens(cut, run.found)
+    trained.leave_out_tokens(cut, run.record)
     return cut
 
 
@@ -183,7 +183,7 @@ def _attempt(
 ) -> AttemptView:
     attempt, reason = trace.attempt, why_excluded(rollout, trace.attempt)
     if attempt.attempt_id != rollout.counting_attempt_id:
-        run = run._replace(found=None)  # a step sees only the attempt that counts
+        run = run._replace(record=None)  # a step sees only the attempt that counts
     tree = forest.build(calls_of(trace.spans))
     cut = rows_of(tree, run, training=rollout.mode == "train")
     for row in cut:
@@ -199,7 +199,9 @@ def _attempt(
         excluded=reason,
         error=None if attempt.error is None else f"{attempt.error.type}: {attempt.error.message}",
         calls=[
-            _call(node, numbers, attributes[call_id], in_rows, run.found and trained.call_training(run.found, call_id))
+            _call(
+                node, numbers, attributes[call_id], in_rows, run.record and trained.call_training(run.record, call_id)
+            )
             for call_id, node in tree.nodes.items()
         ],
         forks=_forks(tree, numbers, attributes),

@@ -261,12 +261,10 @@ class RowReader:
         counting = trace.counting
         if counting is None:
             return
-        step_and_rollout = self._found(rollout)
+        record = self._record_of(rollout)
         trajectory = self._trajectory(trace)
-        reason = why_excluded(rollout, counting.attempt) or (
-            None if step_and_rollout is None else step_and_rollout[1].left_out
-        )
-        for number, row in enumerate(self._rows(trajectory, step_and_rollout), start=1):
+        reason = why_excluded(rollout, counting.attempt) or (None if record is None else record[1].left_out)
+        for number, row in enumerate(self._rows(trajectory, record), start=1):
             yield {
                 "rollout_id": rollout.rollout_id,
                 "attempt_id": counting.attempt.attempt_id,
@@ -276,7 +274,7 @@ class RowReader:
                 "reward": trajectory.reward,
                 **{name: getattr(row, name) for name in Row.__struct_fields__},
                 "excluded": row.excluded or reason,
-                "step": None if step_and_rollout is None else step_and_rollout[0].step,
+                "step": None if record is None else record[0].step,
             }
 
     def _trajectory(self, trace: RolloutTrace) -> Trajectory:
@@ -285,14 +283,12 @@ class RowReader:
             return trajectory_of(trace, agent_failure=0.0)
         return reader(config, models, selection(config.algorithm.train_agents, None))(trace)
 
-    def _rows(self, trajectory: Trajectory, step_and_rollout: trained.Found | None) -> list[Row]:
+    def _rows(self, trajectory: Trajectory, record: trained.TrainingRecord | None) -> list[Row]:
         """The rows, without those calls and tokens that the step left out, which its record alone knows."""
         more = {
             call_id: reason
-            for call_id, reason in trained.left_out_calls(step_and_rollout).items()
-            if step_and_rollout is not None
-            and step_and_rollout[1].left_out is None
-            and call_id not in trajectory.why_left_out
+            for call_id, reason in trained.left_out_calls(record).items()
+            if record is not None and record[1].left_out is None and call_id not in trajectory.why_left_out
         }
         cut = trajectory.rows
         if more and not all(row.excluded for row in cut):
@@ -302,10 +298,10 @@ class RowReader:
                 max_tokens=folder.trained_by(self._config).max_tokens,
                 left_out=trajectory.why_left_out | more,
             )
-        trained.leave_out_tokens(cut, step_and_rollout)
+        trained.leave_out_tokens(cut, record)
         return cut
 
-    def _found(self, rollout: Rollout) -> trained.Found | None:
+    def _record_of(self, rollout: Rollout) -> trained.TrainingRecord | None:
         """The record of the step that trained it; steps come one after the other, so that the last is kept."""
         step = rollout.metadata.get("step")
         if not isinstance(step, int):
@@ -315,12 +311,12 @@ class RowReader:
             rollout.rollout_id in self._step[1] if ahead else self._step[0].step == step
         )
         if not is_loaded or self._step is None:
-            step_and_rollout = step_record.find(self._run_dir, rollout.rollout_id, step, ahead=ahead)
-            if step_and_rollout is None:
+            record = step_record.find(self._run_dir, rollout.rollout_id, step, ahead=ahead)
+            if record is None:
                 return None
-            self._step = step_and_rollout[0], {record.rollout_id: record for record in step_and_rollout[0].rollouts}
-        record = self._step[1].get(rollout.rollout_id)
-        return None if record is None else (self._step[0], record)
+            self._step = record[0], {rollout_record.rollout_id: rollout_record for rollout_record in record[0].rollouts}
+        rollout_record = self._step[1].get(rollout.rollout_id)
+        return None if rollout_record is None else (self._step[0], rollout_record)
 
     def _trained(self, resources_id: str | None) -> list[str]:
         """The models of the policy in these resources, or of its policies."""

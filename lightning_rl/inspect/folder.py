@@ -14,7 +14,7 @@ from lightning_rl import tutorial
 from lightning_rl.config import read_back
 from lightning_rl.config.schema import TrainConfig
 from lightning_rl.inspect.recorded import NotRecorded
-from lightning_rl.inspect.trained import Found, TrainedBy
+from lightning_rl.inspect.trained import TrainedBy, TrainingRecord
 from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.call_filter import selection
@@ -33,11 +33,11 @@ def config_of(run_dir: Path) -> TrainConfig | None:
 
 @dataclass(frozen=True)
 class FolderContext:
-    """What a run's folder says of one rollout: the run's keys, the `found` record of the step that trained it, or why
+    """What a run's folder says of one rollout: the run's keys, the `record` of the step that trained it, or why
     it is `not_recorded` (both None where the run is no training)."""
 
     config: TrainConfig | None
-    found: Found | None
+    record: TrainingRecord | None
     not_recorded: str | None
 
 
@@ -47,17 +47,19 @@ def beside(run_dir: Path, rollout: Rollout) -> FolderContext:
     return FolderContext(config, *_record_of(run_dir, config, rollout))
 
 
-def trained_by(config: TrainConfig | None, found: Found | None = None, not_recorded: str | None = None) -> TrainedBy:
+def trained_by(
+    config: TrainConfig | None, record: TrainingRecord | None = None, not_recorded: str | None = None
+) -> TrainedBy:
     """What the run's own keys say of its rows, and the record of a rollout's step.
 
     A function that a script gave (`PPO(select=...)`) is not recorded, but what it left out is in the step's record.
     """
     if config is None:
-        return TrainedBy(found=found, not_recorded=not_recorded)
+        return TrainedBy(record=record, not_recorded=not_recorded)
     return TrainedBy(
         max_tokens=config.data.max_tokens if config.data.overlong.startswith("drop") else None,
         select=selection(config.algorithm.train_agents, None),
-        found=found,
+        record=record,
         not_recorded=not_recorded,
         sampler_is_old=config.algorithm.rollout_correction.bypass_mode,
     )
@@ -107,14 +109,14 @@ def tokenizer_folder(run_dir: Path, config: TrainConfig | None) -> Path | None:
     return Path(cached).parent if isinstance(cached, str) else None
 
 
-def _record_of(run_dir: Path, config: TrainConfig | None, rollout: Rollout) -> tuple[Found | None, str | None]:
+def _record_of(run_dir: Path, config: TrainConfig | None, rollout: Rollout) -> tuple[TrainingRecord | None, str | None]:
     try:
         step, ahead = rollout.metadata.get("step", 0), bool(rollout.metadata.get("ahead"))
-        step_and_rollout = step_record.find(run_dir, rollout.rollout_id, step, ahead=ahead)
+        record = step_record.find(run_dir, rollout.rollout_id, step, ahead=ahead)
     except msgspec.MsgspecError as error:
         raise _unreadable(run_dir, error) from error
-    if step_and_rollout is not None or config is None or rollout.mode != "train":
-        return step_and_rollout, None
+    if record is not None or config is None or rollout.mode != "train":
+        return record, None
     if not any((run_dir / step_record.FOLDER).glob("*.msgpack")):
         return None, "there are no step records: the run is from before they were kept, or its first step is not done"
     return None, "no step of the run has trained on it, or not yet"

@@ -155,11 +155,11 @@ class Recording:
         return EngineRefused(f"this replay is over: {self.divergence.why}")
 
     def _other_prompt(self, model: str, prompt: list[int]) -> Divergence:
-        remaining = [kept for kept in self._left(model) if kept.exact]
+        remaining = [entry for entry in self._left(model) if entry.exact]
         now = self._said_in(prompt)
         if not remaining:
-            return self._one_more(model, now, lambda kept: kept.prompt == prompt)
-        nearest = max(remaining, key=lambda kept: first_difference(prompt, kept.prompt))
+            return self._one_more(model, now, lambda entry: entry.prompt == prompt)
+        nearest = max(remaining, key=lambda entry: first_difference(prompt, entry.prompt))
         at = first_difference(prompt, nearest.prompt)
         return Divergence(
             why=f"what the agent asks now was not recorded; nearest is call {nearest.number}, whose prompt differs "
@@ -175,8 +175,8 @@ class Recording:
     def _other_messages(self, model: str, messages: Sequence[Message]) -> Divergence:
         remaining = self._left(model)
         if not remaining:
-            return self._one_more(model, messages, lambda kept: _heard(kept.messages) == _heard(messages))
-        nearest = max(remaining, key=lambda kept: _shared(kept.messages, messages))
+            return self._one_more(model, messages, lambda entry: _heard(entry.messages) == _heard(messages))
+        nearest = max(remaining, key=lambda entry: _shared(entry.messages, messages))
         return Divergence(
             why=f"what the agent asks model {model!r} now was not recorded; nearest is call {nearest.number}",
             call=nearest.number,

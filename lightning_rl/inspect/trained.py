@@ -13,20 +13,20 @@ from lightning_rl.trajectories.step_record import CallRecord, PlusRecord, Rollou
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.rows import Row
 
-Found = tuple[StepRecord, RolloutRecord]
+TrainingRecord = tuple[StepRecord, RolloutRecord]  # a step's record, and its part of one rollout
 
 
 class TrainedBy(NamedTuple):
     """What is known of the run that a rollout is from; nothing of one that was no training.
 
-    Its rows have up to `max_tokens` and the calls that `select` takes; None: all. `found` is the record of the step
+    Its rows have up to `max_tokens` and the calls that `select` takes; None: all. `record` is that of the step
     that trained the rollout, or `not_recorded` says why there is none. With `sampler_is_old` training took the
     sampler's logprobs for its own.
     """
 
     max_tokens: int | None = None
     select: Callable[[Call], bool] | None = None
-    found: Found | None = None
+    record: TrainingRecord | None = None
     not_recorded: str | None = None
     sampler_is_old: bool = False
 
@@ -69,9 +69,9 @@ class RolloutTraining(msgspec.Struct, frozen=True, kw_only=True):
     kl_penalty: float = 0.0
 
 
-def rollout_training(found: Found) -> RolloutTraining:
+def rollout_training(record: TrainingRecord) -> RolloutTraining:
     """The rollout's part of the record."""
-    step, rollout = found
+    step, rollout = record
     return RolloutTraining(
         step=step.step,
         policy_version=step.policy_version,
@@ -87,9 +87,9 @@ def rollout_training(found: Found) -> RolloutTraining:
     )
 
 
-def call_training(found: Found, call_id: str) -> CallTraining | None:
+def call_training(record: TrainingRecord, call_id: str) -> CallTraining | None:
     """A call's part of the record; None for one that is no call of the policy."""
-    step, rollout = found
+    step, rollout = record
     call = rollout.calls.get(call_id)
     if call is None:
         return None
@@ -114,18 +114,18 @@ def why_left_out(rollout: RolloutRecord, call: CallRecord) -> str | None:
     return None if call.trained_tokens else call.left_out or rollout.left_out
 
 
-def left_out_calls(found: Found | None) -> dict[str, str]:
+def left_out_calls(record: TrainingRecord | None) -> dict[str, str]:
     """The calls of which nothing was trained, each with its reason."""
-    if found is None:
+    if record is None:
         return {}
-    calls = found[1].calls
-    return {call_id: reason for call_id, call in calls.items() if (reason := why_left_out(found[1], call))}
+    calls = record[1].calls
+    return {call_id: reason for call_id, call in calls.items() if (reason := why_left_out(record[1], call))}
 
 
-def leave_out_tokens(cut: Iterable[Row], found: Found | None) -> None:
+def leave_out_tokens(cut: Iterable[Row], record: TrainingRecord | None) -> None:
     """Make context of those tokens that the step left out of calls that it trained, as a rollout correction or
     `max_response_length` does."""
-    calls = {} if found is None else found[1].calls
+    calls = {} if record is None else record[1].calls
     kept_places = {
         call_id: set(call.kept) for call_id, call in calls.items() if call.trained_tokens and call.kept is not None
     }

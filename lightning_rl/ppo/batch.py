@@ -109,13 +109,13 @@ class RolloutPart:
     def trained(self) -> int:
         return sum(len(sequence.trained) for sequence in self.sequences)
 
-    def keep(self, kept: Sequence[NDArray[np.bool_]], reason: str) -> None:
-        """Train only the tokens of its sequences that are `kept`; the others are excluded by the reason, as are calls
-        and a rollout of which nothing is left."""
+    def keep(self, masks: Sequence[NDArray[np.bool_]], reason: str) -> None:
+        """Train only the tokens of its sequences that their `masks` hold; the others are excluded by the reason, as are
+        calls and a rollout of which nothing is left."""
         before = self._trained_calls
-        for sequence, which in zip(self.sequences, kept, strict=True):
-            self.excluded[reason] += int((~which).sum())
-            sequence.keep(which)
+        for sequence, mask in zip(self.sequences, masks, strict=True):
+            self.excluded[reason] += int((~mask).sum())
+            sequence.keep(mask)
         self.sequences = [sequence for sequence in self.sequences if len(sequence.trained)]
         self.excluded = +self.excluded
         self.calls_left_out |= dict.fromkeys(before - self._trained_calls, reason)

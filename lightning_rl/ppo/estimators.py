@@ -37,11 +37,11 @@ def strategy_of(algorithm: AlgorithmSection) -> Strategy:
     return strategy
 
 
-def check_function(function: Any, what: str, *parameters: str) -> None:
-    """Raises ConfigError for what cannot be called with so many arguments; `what` it was given as."""
+def check_function(function: Any, name: str, *parameters: str) -> None:
+    """Raises ConfigError for what cannot be called with so many arguments; `name` is what errors call it."""
     wanted = f"it must be a function of ({', '.join(parameters)})"
     if not callable(function):
-        raise ConfigError(f"{what} is {function!r}; {wanted}")
+        raise ConfigError(f"{name} is {function!r}; {wanted}")
     try:
         signature = inspect.signature(function)
     except ValueError:  # of what is written in C
@@ -49,7 +49,7 @@ def check_function(function: Any, what: str, *parameters: str) -> None:
     try:
         signature.bind(*parameters)
     except TypeError as error:
-        raise ConfigError(f"{what} takes {signature}; {wanted}") from error
+        raise ConfigError(f"{name} takes {signature}; {wanted}") from error
 
 
 def estimator_of(

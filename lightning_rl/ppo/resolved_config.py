@@ -582,15 +582,15 @@ class PrivilegedUnusable(ConfigError, NotLoadable):
     """`distillation.privileged` names no function."""
 
 
-def privileged_of(config: Config, given: Privileged | None) -> Privileged | None:
+def privileged_of(config: Config, argument: Privileged | None) -> Privileged | None:
     """What says of calls what their teacher is told: the argument of `PPO`, or the function that the config names.
 
     Raises ConfigError for both, for a name of nothing that can be called, and where there is no teacher.
     """
     named = config.distillation.privileged
-    if given is not None and named is not None:
+    if argument is not None and named is not None:
         raise ConfigError("distillation.privileged and PPO(privileged=...) both name a function; leave one out")
-    function = given if named is None else load(named, "distillation.privileged", error=PrivilegedUnusable)
+    function = argument if named is None else load(named, "distillation.privileged", error=PrivilegedUnusable)
     if function is None:
         for name, teacher in config.distillation.teachers().items():
             if teacher.weights == "present":
@@ -812,9 +812,9 @@ def training_steps(config: Config, tasks: int) -> int:
     return trainer.total_training_steps or trainer.total_epochs * (tasks // batch)
 
 
-def name_of(given: Any) -> str:
+def name_of(function: Any) -> str:
     """How a function of the user's is called in the records."""
-    return getattr(getattr(given, "function", given), "__qualname__", type(given).__name__)
+    return getattr(getattr(function, "function", function), "__qualname__", type(function).__name__)
 
 
 def rollouts_at_once(config: Config, schedule: Schedule | None) -> int:

@@ -106,19 +106,19 @@ def changes_to_warn_of(config: Config, run_dir: Path) -> Iterator[str]:
             )
 
 
-def begin_from(given: Path, run_dir: Path) -> Path:
+def begin_from(source: Path, run_dir: Path) -> Path:
     """Copy the checkpoint of another run into the folder of one that begins with it; returns the copy.
 
     The new run has tokens of its own to account for, and none of the other's checkpoints; all else goes on.
     Raises CheckpointError where it cannot be written.
     """
-    state = checkpoint.load_state(given)
+    state = checkpoint.load_state(source)
     for of_policy in state["policies"].values() if "policies" in state else (state,):
         of_policy["account"] = TokenAccount("").state_dict()
     if state["tuning"]["best_step"] != state["step"]:
         state["tuning"] = TuningRecord().state_dict()
     folder = run_dir / "checkpoints" / f"step-{state['step']}"
-    return checkpoint.save(folder, export=partial(checkpoint.copy_model, given), state=state)
+    return checkpoint.save(folder, export=partial(checkpoint.copy_model, source), state=state)
 
 
 class PolicyState:

@@ -65,22 +65,22 @@ def at_most(most: int, tasks: Dataset, data: Data) -> Dataset:
     return [tasks[index] for index in (chosen if data.shuffle else range(most))]
 
 
-def without_overlong(config: Config, folder: Path, found: Datasets) -> Datasets:
+def without_overlong(config: Config, folder: Path, splits: Datasets) -> Datasets:
     """The datasets without the tasks whose first prompt has more than `data.max_prompt_length` tokens;
     all tasks where the config does not ask for that. Logs how many of how many are left out.
 
     `folder` is the policy's.
     """
     if not config.data.filter_overlong_prompts:
-        return found
+        return splits
     if (loops := loops_of(config)) is None:
         _log.warning(
             "data.filter_overlong_prompts has no effect: an agent writes its prompts itself, and they are known "
             "when it asks; rows that are too long are treated as data.overlong says"
         )
-        return found
+        return splits
     prompts = FirstPrompts(loops, resolved_config.loaded_renderer(config, folder))
-    limit, (train, val, tune) = config.data.max_prompt_length, found
+    limit, (train, val, tune) = config.data.max_prompt_length, splits
     return (
         _within(limit, prompts, "training", train),
         _within(limit, prompts, "validation", val),
@@ -88,15 +88,15 @@ def without_overlong(config: Config, folder: Path, found: Datasets) -> Datasets:
     )
 
 
-def grader_of(config: Config, given: Grader | None, found: Datasets) -> Grader | None:
-    """What grades the rollouts: the grader that was `given`; else, where no loop gives a reward, the scorers of the
+def grader_of(config: Config, grader: Grader | None, splits: Datasets) -> Grader | None:
+    """What grades the rollouts: `grader` where there is one; else, where no loop gives a reward, the scorers of the
     tasks' `data_source`; None where the agents' own rewards count.
 
     Raises ConfigError where nothing would give a reward.
     """
-    loops, (train, val, tune) = loops_of(config), found
-    if given is not None or loops is None or loops.rewards_any(train or val):
-        return given
+    loops, (train, val, tune) = loops_of(config), splits
+    if grader is not None or loops is None or loops.rewards_any(train or val):
+        return grader
     if (why := unscored([*train, *val, *(tune or ())])) is None:
         return Grader(DataSourceReward(), concurrency=1)
     if config.distillation.without_rewards:

@@ -183,10 +183,10 @@ class Child:
 # The child's side
 
 
-def tell(told: dict[str, Any], stdout: int = 1) -> None:
+def tell(message: dict[str, Any], stdout: int = 1) -> None:
     """Tell the parent, for as long as there is one."""
     with contextlib.suppress(OSError):
-        os.write(stdout, msgspec.json.encode(told) + b"\n")
+        os.write(stdout, msgspec.json.encode(message) + b"\n")
 
 
 class TellAlarms(logging.Handler):

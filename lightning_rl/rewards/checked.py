@@ -22,13 +22,13 @@ def finite(value: object, where: str) -> float:
     return as_float
 
 
-def named_rewards(given: object, where: str) -> dict[str, float]:
+def named_rewards(rewards: object, where: str) -> dict[str, float]:
     """One rollout's rewards by name; a plain number is the final one.
 
     Raises RewardError naming `where`: a value is no finite number, or none is named `reward`.
     """
-    if not isinstance(given, Mapping):
-        return {FINAL: finite(given, f"{where}: the reward")}
-    if FINAL not in given:
-        raise RewardError(f"{where}: the rewards {sorted(map(str, given))} have none named {FINAL!r}; add it")
-    return {str(name): finite(value, f"{where}: the reward {name!r}") for name, value in given.items()}
+    if not isinstance(rewards, Mapping):
+        return {FINAL: finite(rewards, f"{where}: the reward")}
+    if FINAL not in rewards:
+        raise RewardError(f"{where}: the rewards {sorted(map(str, rewards))} have none named {FINAL!r}; add it")
+    return {str(name): finite(value, f"{where}: the reward {name!r}") for name, value in rewards.items()}

@@ -48,21 +48,21 @@ async def run(
     environment: Mapping[str, str],
     folder: str | None = None,
     timeout_seconds: float | None = None,
-    given: bytes | None = None,
+    standard_input: bytes | None = None,
     ends_with_us: bool = False,
     output: Output | None = None,
 ) -> Done:
     """Run a program in a process group of its own, which is killed when it has ended, or its time is over.
 
-    What it prints goes to `output` as it comes, or is kept where there is none. Its standard input is `given`, or
-    empty. A program that is not there has the status 127, as in a shell. With `ends_with_us` its standard input ends
+    What it prints goes to `output` as it comes, or is kept where there is none. Without `standard_input` that is empty.
+    A program that is not there has the status 127, as in a shell. With `ends_with_us` its standard input ends
     with this process.
     """
     if ends_with_us:
         with _open_as_long_as_we_are() as stdin:
             return await _run(command, environment, folder, timeout_seconds, stdin, output)
     with tempfile.TemporaryFile() as stdin:
-        stdin.write(given or b"")
+        stdin.write(standard_input or b"")
         stdin.seek(0)
         return await _run(command, environment, folder, timeout_seconds, stdin, output)
 

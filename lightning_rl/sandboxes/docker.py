@@ -102,7 +102,7 @@ class DockerSandbox:
 
     async def write(self, path: str, data: bytes) -> None:
         """See `Sandbox`."""
-        await _docker("exec", "--interactive", self.name, "sh", "-c", _WRITE, path, given=data)
+        await _docker("exec", "--interactive", self.name, "sh", "-c", _WRITE, path, standard_input=data)
 
     async def read(self, path: str) -> bytes | None:
         """See `Sandbox`."""
@@ -124,8 +124,8 @@ class DockerSandbox:
             raise SandboxError(f"the container {self.name} of {self.image} ended while a program ran in it")
 
 
-async def _docker(*words: str, given: bytes | None = None, expected: Sequence[int] = (0,)) -> Done:
-    done = await run([_program(), *words], environment=os.environ, given=given)
+async def _docker(*words: str, standard_input: bytes | None = None, expected: Sequence[int] = (0,)) -> Done:
+    done = await run([_program(), *words], environment=os.environ, standard_input=standard_input)
     _check(done, words[0], done.printed.decode(errors="replace"), expected)
     return done
 

@@ -54,9 +54,9 @@ class Examples:
     excluded: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
 
-    def metrics(self, seen: int) -> dict[str, float]:
-        """The account of tokens, `seen` of which were trained so far. Raises ConservationError where it does not
-        balance."""
+    def metrics(self, trained_tokens: int) -> dict[str, float]:
+        """The account of tokens; `trained_tokens` is how many were trained so far. Raises ConservationError where it
+        does not balance."""
         trained, held_out = (sum(one.tokens for one in part) for part in (self.trained, self.held_out))
         if self.read != trained + held_out + self.excluded.total():
             raise ConservationError(
@@ -66,8 +66,8 @@ class Examples:
         excluded = self.excluded + Counter({"held_out": held_out})
         return {
             "tokens/received": float(self.read),
-            "tokens/trained": float(seen),
-            "tokens/pending": float(trained - seen),
+            "tokens/trained": float(trained_tokens),
+            "tokens/pending": float(trained - trained_tokens),
             **{f"tokens/excluded/{reason}": float(n) for reason, n in sorted(excluded.items())},
             **{f"sft/calls/{outcome}": float(n) for outcome, n in sorted(self.calls.items())},
         }

@@ -225,13 +225,15 @@ class HttpStore:
         path = _attempt_path(rollout_id, attempt_id)
         return self._call("POST", f"{path}/rewards", {"rewards": _named(rewards)}, RewardsAnswer).rewards
 
-    def add_late_rewards(self, given: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
+    def add_late_rewards(self, rewards_by_attempt: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
         """`add_rewards` for many attempts, several at once; by (rollout id, attempt id).
 
         Raises the error of the first that was refused, in their order; the others may have been taken.
         """
         with ThreadPoolExecutor(_REWARDS_AT_ONCE) as threads:
-            answers = [threads.submit(self.add_rewards, *place, rewards) for place, rewards in given.items()]
+            answers = [
+                threads.submit(self.add_rewards, *place, rewards) for place, rewards in rewards_by_attempt.items()
+            ]
         for answer in answers:
             answer.result()
 

@@ -39,7 +39,7 @@ class RunStore(Protocol):
         """Everything recorded in rollouts that have ended; unknown ids are left out."""
         ...
 
-    def add_late_rewards(self, given: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
+    def add_late_rewards(self, rewards_by_attempt: Mapping[tuple[str, str], Sequence[Reward]]) -> None:
         """Give attempts that have ended rewards, by (rollout id, attempt id)."""
         ...
 

@@ -58,7 +58,7 @@ class OpenAIFunctionToolSchema(_Whole):
         return {"type": "function", "function": {"name": "", "description": ""} | function | {"parameters": parameters}}
 
 
-def tool_schema(given: Any, where: str) -> OpenAIFunctionToolSchema:
+def tool_schema(schema: Any, where: str) -> OpenAIFunctionToolSchema:
     """A schema of what was given: ours, another object with `model_dump`, or a dict.
 
     A dict has either of the documented shapes: `{type: function, function: {name, ...}}`, or `{name, ...}` itself.
@@ -66,13 +66,13 @@ def tool_schema(given: Any, where: str) -> OpenAIFunctionToolSchema:
     Raises:
         ToolError: it is neither; `where` names the place.
     """
-    if isinstance(given, OpenAIFunctionToolSchema):
-        return given
-    if isinstance(given, BaseModel):
-        given = given.model_dump(exclude_unset=True)
-    if not isinstance(given, Mapping):
-        raise ToolError(f"{where}: a tool schema is a dict with a name, not of type {type(given).__name__}")
-    shaped = given if "function" in given else {"type": "function", "function": dict(given)}
+    if isinstance(schema, OpenAIFunctionToolSchema):
+        return schema
+    if isinstance(schema, BaseModel):
+        schema = schema.model_dump(exclude_unset=True)
+    if not isinstance(schema, Mapping):
+        raise ToolError(f"{where}: a tool schema is a dict with a name, not of type {type(schema).__name__}")
+    shaped = schema if "function" in schema else {"type": "function", "function": dict(schema)}
     try:
         return OpenAIFunctionToolSchema.model_validate(shaped)
     except ValidationError as error:

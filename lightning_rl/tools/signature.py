@@ -58,16 +58,16 @@ class Signature:
         self._required = [name for name, one in visible.items() if one.default is one.empty]
         self.parameters = self._schema(visible, hints, descriptions)
 
-    def bind(self, given: Mapping[str, Any]) -> inspect.BoundArguments:
+    def bind(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
         """The arguments, checked and converted.
 
         Raises:
             WrongArguments: naming each one that is unknown, missing, or of the wrong type.
         """
-        wrong = [self._unknown(name) for name in given if name not in self._adapters]
-        wrong += [f"missing: {name}" for name in self._required if name not in given]
+        wrong = [self._unknown(name) for name in arguments if name not in self._adapters]
+        wrong += [f"missing: {name}" for name in self._required if name not in arguments]
         values = {}
-        for name, value in given.items():
+        for name, value in arguments.items():
             if name in self._adapters:
                 try:
                     values[name] = self._adapters[name].validate_json(json.dumps(value))
@@ -152,17 +152,17 @@ class AsWritten:
         if strange:
             raise ToolError(f"{called}: its schema has the argument {strange[0]!r}, which the function does not take")
 
-    def bind(self, given: Mapping[str, Any]) -> inspect.BoundArguments:
+    def bind(self, arguments: Mapping[str, Any]) -> inspect.BoundArguments:
         """The arguments.
 
         Raises:
             WrongArguments: naming each one that is unknown or missing.
         """
-        wrong = [f"unknown: {name}" for name in given if not self._takes(name)]
-        wrong += [f"missing: {name}" for name in sorted(self._required) if name not in given]
+        wrong = [f"unknown: {name}" for name in arguments if not self._takes(name)]
+        wrong += [f"missing: {name}" for name in sorted(self._required) if name not in arguments]
         if wrong:
             raise WrongArguments("; ".join(wrong))
-        return bound_arguments(self.signature, given)
+        return bound_arguments(self.signature, arguments)
 
     def _takes(self, name: str) -> bool:
         return self._any_name or name in self.signature.parameters

@@ -16,28 +16,30 @@ _KEY = "actor_rollout_ref.model.chat_template"
 _FILE = "chat_template.jinja"
 
 
-def text_of(given: str) -> str:
+def text_of(source: str) -> str:
     """The template in a file, or that of a model's folder or id. Raises ConfigError where there is none."""
-    if Path(given).is_file():
-        return Path(given).read_text(encoding="utf-8")
+    if Path(source).is_file():
+        return Path(source).read_text(encoding="utf-8")
     try:
-        folder = model_folder(given)
+        folder = model_folder(source)
         config = folder / "tokenizer_config.json"
         texts = read_template(folder, json.loads(config.read_bytes()) if config.is_file() else {})
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{_KEY}={given!r} is no file with a template, and no model that has one: {error}") from error
+        raise ConfigError(
+            f"{_KEY}={source!r} is no file with a template, and no model that has one: {error}"
+        ) from error
     if texts is None:
         raise ConfigError(
-            f"{_KEY}={given!r}: the model in {folder} has no chat template; name a file, or another model"
+            f"{_KEY}={source!r}: the model in {folder} has no chat template; name a file, or another model"
         )
     return texts["default"]
 
 
-def with_template(model: Path, given: str | None, folder: Path) -> Path:
-    """The tokenizer of `model` with the template `given`, in `folder`; the model's own folder where none is given."""
-    if given is None:
+def with_template(model: Path, source: str | None, folder: Path) -> Path:
+    """The tokenizer of `model` with the template `source`, in `folder`; the model's own folder where none is given."""
+    if source is None:
         return model
-    text = text_of(given)
+    text = text_of(source)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     copy_tokenizer(model, folder)

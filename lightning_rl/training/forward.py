@@ -158,9 +158,9 @@ class Forward:
         ways = [list(self._packed_micro_batches(sequences, rows, tokens, weight)) for weight in self._weights()]
         return iter(min([plain, *ways], key=lambda parts: sum(self._plan(part).cost for part in parts)))
 
-    def gathered(self, sequences: Sequence[TrainingSequence], found: Mapping[int, T]) -> list[T]:
+    def gathered(self, sequences: Sequence[TrainingSequence], by_id: Mapping[int, T]) -> list[T]:
         """What was found of the sequences of `micro_batches` (by their `id`), in the order of `sequences`."""
-        return [found[id(sequence)] for sequence in sequences]
+        return [by_id[id(sequence)] for sequence in sequences]
 
     def of_part(self, sequence: TrainingSequence, values: Mapping[int, Tensor]) -> Tensor:
         """Of the values [K] of sequences (by their `id`) those of the trained tokens of one of `micro_batches`."""
@@ -195,7 +195,7 @@ class Forward:
         (`candidates`, int64 [K, C]), and the hidden states, in one pass."""
         layout = self._layout(micro)
         states: list[Tensor] | None = [] if with_hidden else None
-        of_tokens = self._of_tokens(layout, with_entropy=True, candidates=candidates, kept=states)
+        of_tokens = self._of_tokens(layout, with_entropy=True, candidates=candidates, hidden_states=states)
         log_probs, entropies, of_candidates = of_tokens
         assert entropies is not None
         hidden = None if states is None else states[0][self._tensor(layout.which)]
@@ -218,14 +218,14 @@ class Forward:
         *,
         with_entropy: bool,
         candidates: Tensor | None = None,
-        kept: list[Tensor] | None = None,
+        hidden_states: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """As `token_log_probs`, of the K trained tokens; the hidden states at `layout.at` [U, D] go into `kept`."""
+        """As `token_log_probs`, of the K trained tokens; those states at `layout.at` [U, D] go into `hidden_states`."""
         if (layer := self._layer_by_chunks(layout)) is not None:
             targets, temperature = self._tensor(layout.targets), self._tensor(layout.temperature)
-            around = self._around(layout, kept)
+            around = self._around(layout, hidden_states)
             return layer.token_log_probs(around, targets, temperature, with_entropy=with_entropy, candidates=candidates)
-        arguments = self._asked(layout, self._logits(layout, kept))
+        arguments = self._asked(layout, self._logits(layout, hidden_states))
         return token_log_probs(*arguments, with_entropy=with_entropy, candidates=candidates)
 
     def _layer_by_chunks(self, layout: Layout) -> OutputLayer | None:
@@ -233,13 +233,13 @@ class Forward:
         layer = self._output_layer
         return layer if layer is not None and layer.is_large(len(layout.at)) else None
 
-    def _around(self, layout: Layout, kept: list[Tensor] | None = None) -> Around:
+    def _around(self, layout: Layout, hidden_states: list[Tensor] | None = None) -> Around:
         """The forward pass over a layout, and what of the output layer's input is of the K trained tokens."""
 
         def states(inputs: Tensor) -> Tensor:
             at = inputs.flatten(0, 1)[self._tensor(layout.at)]
-            if kept is not None:
-                kept.append(at)
+            if hidden_states is not None:
+                hidden_states.append(at)
             return at[self._tensor(layout.which)]
 
         return Around(lambda: self._run(layout).logits, states)
@@ -304,21 +304,21 @@ class Forward:
         plan = self._plan(micro)
         return lay_out(micro, plan.lines, self._pad_id, masked=plan.masked, segments=plan.segments)
 
-    def _logits(self, layout: Layout, kept: list[Tensor] | None = None) -> Tensor:
-        """Logits [U, V] at `layout.at`; the hidden states there [U, D] go into `kept`, where it is given."""
+    def _logits(self, layout: Layout, hidden_states: list[Tensor] | None = None) -> Tensor:
+        """Logits [U, V] at `layout.at`; those states there [U, D] go into `hidden_states`, where it is given."""
         at = self._tensor(layout.at)
 
         def narrowed(states: Tensor) -> Tensor:
             chosen = states.flatten(0, 1)[None, at]
-            if kept is not None:
-                kept.append(chosen[0])
+            if hidden_states is not None:
+                hidden_states.append(chosen[0])
             return chosen
 
         if not self._narrow:
-            options: dict[str, Any] = {} if kept is None else {"output_hidden_states": True}
+            options: dict[str, Any] = {} if hidden_states is None else {"output_hidden_states": True}
             whole = self._run(layout, **options)
-            if kept is not None:
-                kept.append(whole.hidden_states[-1].flatten(0, 1)[at])
+            if hidden_states is not None:
+                hidden_states.append(whole.hidden_states[-1].flatten(0, 1)[at])
             logits: Tensor = whole.logits
             return logits.flatten(0, 1)[at]
         with self._head_sees(narrowed):

@@ -62,10 +62,10 @@ class Learner(Planner):
 
 
 def add_up(
-    sums: dict[str, float], found: Mapping[str, Tensor], micro: Sequence[TrainingSequence], *, advice: str
+    sums: dict[str, float], values: Mapping[str, Tensor], micro: Sequence[TrainingSequence], *, advice: str
 ) -> None:
     """Add a micro-batch's share. Raises FloatingPointError for NaN or infinity, with the rollouts and `advice`."""
-    for name, value in found.items():
+    for name, value in values.items():
         number = value.item()
         if not math.isfinite(number):
             rollouts = sorted({s.rollout for s in micro})

@@ -54,9 +54,9 @@ class Access:
     def __repr__(self) -> str:
         return "Access(...)"  # never the key
 
-    async def begin(self, given: str) -> str | None:
+    async def begin(self, key: str) -> str | None:
         """A new session for whoever gives the key; None for another one, after a while."""
-        if self._key is None or not hmac.compare_digest(given.encode(), self._key.encode()):
+        if self._key is None or not hmac.compare_digest(key.encode(), self._key.encode()):
             await asyncio.sleep(_WRONG_KEY_SECONDS)
             return None
         now = time.monotonic()

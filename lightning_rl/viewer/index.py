@@ -175,7 +175,7 @@ class Index:
         with self.reading() as connection:
             return _positions(connection, set(rollout_ids))
 
-    def found(self, rollout_id: str) -> tuple[StepRecord, RolloutRecord] | None:
+    def record_of(self, rollout_id: str) -> tuple[StepRecord, RolloutRecord] | None:
         """What a step made of a rollout, without the step's other rollouts; None where no record says it."""
         query = (
             "SELECT records.step, meta, record FROM records JOIN steps USING (step) JOIN rollouts USING (position) "

@@ -15,7 +15,7 @@ from lightning_rl.inspect import call as calls
 from lightning_rl.inspect import folder
 from lightning_rl.inspect.explain import AttemptView, explain
 from lightning_rl.inspect.recorded import NotRecorded
-from lightning_rl.inspect.trained import Found
+from lightning_rl.inspect.trained import TrainingRecord
 from lightning_rl.store.contract import AttemptTrace, RolloutTrace
 from lightning_rl.viewer import tokens
 from lightning_rl.viewer.tokens import Decode
@@ -31,11 +31,11 @@ _HIDDEN = frozenset({semconv.CALL_SPAN, semconv.MEDIA_SPAN, semconv.TOOLS_SPAN, 
 _OTHERS = 500  # spans of an agent's own that a timeline shows
 
 
-def rollout(trace: RolloutTrace, config: TrainConfig | None, found: Found | None) -> dict[str, Any]:
+def rollout(trace: RolloutTrace, config: TrainConfig | None, record: TrainingRecord | None) -> dict[str, Any]:
     """The rollout laid open. Raises NotRecorded for one whose calls do not fit together."""
     trace = folder.with_trained_calls(config, trace)
     try:
-        view = explain(trace, folder.trained_by(config, found))
+        view = explain(trace, folder.trained_by(config, record))
     except ForestError as error:
         raise NotRecorded(f"rollout {trace.rollout.rollout_id} is damaged: {error}") from error
     answer: dict[str, Any] = msgspec.to_builtins(view)
@@ -112,7 +112,7 @@ def call(
     trace: RolloutTrace,
     name: tuple[int, int],
     config: TrainConfig | None,
-    found: Found | None,
+    record: TrainingRecord | None,
     decode: Decode | None,
     start: int = 0,
 ) -> dict[str, Any]:
@@ -125,14 +125,14 @@ def call(
         raise NotRecorded(f"rollout {trace.rollout.rollout_id} has no call {number} in an attempt {sequence}")
     one = made[number - 1]
     try:
-        view = calls.detail(trace, attempt, one.call_id, folder.trained_by(config, found))
+        view = calls.detail(trace, attempt, one.call_id, folder.trained_by(config, record))
         path = calls.path_of(attempt, one.call_id)
     except ForestError as error:
         raise NotRecorded(f"rollout {trace.rollout.rollout_id} is damaged: {error}") from error
     counts = attempt.attempt.attempt_id == trace.rollout.counting_attempt_id
-    record = found[1].calls.get(one.call_id) if found is not None and counts else None
+    call_record = record[1].calls.get(one.call_id) if record is not None and counts else None
     answer: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(view, tokens=[]))
-    answer["tokens"] = tokens.columns(one, view, record, decode, start)
+    answer["tokens"] = tokens.columns(one, view, call_record, decode, start)
     answer["request"] = _request(attempt, [each.call_id for each in path])
     return answer
 

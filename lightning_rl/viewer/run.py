@@ -19,7 +19,7 @@ from lightning_rl.inspect import folder
 from lightning_rl.inspect.recorded import RUN_ID, STORE, NotRecorded
 from lightning_rl.inspect.rollout_source import PagedStore
 from lightning_rl.inspect.run_stats import Evidence, gather, gather_at
-from lightning_rl.inspect.trained import Found
+from lightning_rl.inspect.trained import TrainingRecord
 from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.viewer import live, rollout_view, run_folder, search
 from lightning_rl.viewer.index import Index
@@ -195,7 +195,7 @@ class ViewedRun:
     def rollout(self, rollout_id: str) -> dict[str, Any]:
         """One rollout laid open, with its neighbours in its group."""
         trace = self._trace_of(rollout_id)
-        answer = rollout_view.rollout(trace, self.config, self._found(trace))
+        answer = rollout_view.rollout(trace, self.config, self._record_of(trace))
         group = search.group(self.index, trace.rollout.group_id) if trace.rollout.group_id else []
         answer["group"] = [
             {name: row[name] for name in ("rollout_id", "reward", "advantage", "status")} for row in group
@@ -208,7 +208,7 @@ class ViewedRun:
         if not (attempt.isdecimal() and number.isdecimal() and start.isdecimal()):
             raise search.WrongQuery(f"attempt {attempt!r}, call {number!r} and start {start!r} are numbers")
         trace, place = self._trace_of(rollout_id), (int(attempt), int(number))
-        return rollout_view.call(trace, place, self.config, self._found(trace), self.decode, int(start))
+        return rollout_view.call(trace, place, self.config, self._record_of(trace), self.decode, int(start))
 
     def image(self, rollout_id: str, sha256: str) -> tuple[bytes, str]:
         """An image of a rollout, and its media type."""
@@ -238,12 +238,12 @@ class ViewedRun:
     def _rows(self) -> list[dict[str, float]]:
         return [] if self.run_dir is None else run_folder.metrics(self.run_dir)
 
-    def _found(self, trace: RolloutTrace) -> Found | None:
+    def _record_of(self, trace: RolloutTrace) -> TrainingRecord | None:
         """What a step made of the rollout: the index has it, or until it does, the step's record."""
-        step_and_rollout = self.index.found(trace.rollout.rollout_id)
-        if step_and_rollout is not None or self.run_dir is None or self.indexer.stepped.is_set():
-            return step_and_rollout
-        return folder.beside(self.run_dir, trace.rollout).found
+        record = self.index.record_of(trace.rollout.rollout_id)
+        if record is not None or self.run_dir is None or self.indexer.stepped.is_set():
+            return record
+        return folder.beside(self.run_dir, trace.rollout).record
 
     def _trace_of(self, rollout_id: str) -> RolloutTrace:
         open_rollouts = self.index.open_rollouts()

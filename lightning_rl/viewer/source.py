@@ -41,8 +41,8 @@ class Source(Protocol):
         """The rollouts that were asked for since this was called last; all, the first time."""
         ...
 
-    def changed(self, known: dict[str, int]) -> Iterator[list[Placed]]:
-        """Those of the `known` open rollouts that may have become something else, and those with late rewards."""
+    def changed(self, open_rollouts: dict[str, int]) -> Iterator[list[Placed]]:
+        """Those of the `open_rollouts` that may have become something else, and those with late rewards."""
         ...
 
     def calls(self, most: int) -> tuple[list[Called], float]:
@@ -126,10 +126,10 @@ class FolderSource:
             yield [(row.position, rollout_of(row)) for row in rows]
         self._newest = last
 
-    def changed(self, known: dict[str, int]) -> Iterator[list[Placed]]:
+    def changed(self, open_rollouts: dict[str, int]) -> Iterator[list[Placed]]:
         """See `Source`."""
         late = self._with_late_rewards()
-        names = [*known, *(name for name in late if name not in known)]
+        names = [*open_rollouts, *(name for name in late if name not in open_rollouts)]
         for start in range(0, len(names), _CHUNK):
             position = schema.rollouts.c.rollout_id.in_(names[start : start + _CHUNK])
             rows = self._reading.execute(queries.ROLLOUTS.where(position)).all()
@@ -198,14 +198,14 @@ class ServerSource:
                 return
             self._cursor = following
 
-    def changed(self, known: dict[str, int]) -> Iterator[list[Placed]]:
+    def changed(self, open_rollouts: dict[str, int]) -> Iterator[list[Placed]]:
         """See `Source`: those that have ended."""
         late, self._reward = self.store.rewarded(self._reward)
-        places = known | {name: place for name in late if (place := self._places.get(name)) is not None}
+        places = open_rollouts | {name: place for name in late if (place := self._places.get(name)) is not None}
         names = list(places)
         for start in range(0, len(names), _CHUNK // 2):
             ended = self.store.wait(names[start : start + _CHUNK // 2], 0)
-            self._note(rollout for rollout in ended if rollout.rollout_id in known)
+            self._note(rollout for rollout in ended if rollout.rollout_id in open_rollouts)
             yield [(places[rollout.rollout_id], rollout) for rollout in ended]
 
     def _note(self, rollouts: Iterable[Rollout]) -> None:
@@ -261,10 +261,10 @@ class ServerSources:
             for placed in source.arrived():
                 yield self._placed([each for each in placed if self._counts(source, *each)])
 
-    def changed(self, known: dict[str, int]) -> Iterator[list[Placed]]:
+    def changed(self, open_rollouts: dict[str, int]) -> Iterator[list[Placed]]:
         """See `Source`: those that have ended."""
         for source in self._sources:
-            own = {name: at[1] for name in known if (at := self._of[name])[0] is source}
+            own = {name: at[1] for name in open_rollouts if (at := self._of[name])[0] is source}
             for placed in source.changed(own):
                 yield self._placed([each for each in placed if self._of[each[1].rollout_id][0] is source])
 

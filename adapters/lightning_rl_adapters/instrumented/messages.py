@@ -28,29 +28,31 @@ class SpanMessages(NamedTuple):
     tools: list[dict[str, Any]]
 
 
-def messages_of(said: Mapping[str, Any]) -> SpanMessages:
+def messages_of(attributes: Mapping[str, Any]) -> SpanMessages:
     """What a span's attributes say, and its events where these do not."""
-    whole = with_details(said)
-    prompt = [*_instructions(whole), *_listed(whole, semconv.INPUT_MESSAGES, _PROMPTS)] or [*_asked_in_events(said)]
+    whole = with_details(attributes)
+    prompt = [*_instructions(whole), *_listed(whole, semconv.INPUT_MESSAGES, _PROMPTS)] or [
+        *_asked_in_events(attributes)
+    ]
     prompt = prompt or _of_litellm(whole, ".messages")
-    answers = raw_answers(said)
+    answers = raw_answers(attributes)
     tools = [tool for each in _listed(whole, semconv.TOOL_DEFINITIONS, _TOOLS) if (tool := _tool(each)) is not None]
     return SpanMessages(chat(prompt), chat(answers), tools)
 
 
-def raw_answers(said: Mapping[str, Any]) -> list[dict[str, Any]]:
+def raw_answers(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The answers as a span or its events have them, one a choice, with whatever else stands there, such as ids."""
-    listed = _listed(with_details(said), semconv.OUTPUT_MESSAGES, _ANSWERS) or [*_answered_in_events(said)]
+    listed = _listed(with_details(attributes), semconv.OUTPUT_MESSAGES, _ANSWERS) or [*_answered_in_events(attributes)]
     if listed:
         return listed
-    choices = _of_litellm(said, ".choices")
+    choices = _of_litellm(attributes, ".choices")
     return [{**message, **choice} for choice in choices if isinstance(message := choice.get("message"), dict)]
 
 
-def with_details(said: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_details(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
     """The attributes, with those of the event that may hold them in their place."""
-    details = [of for name, of in _events(said) if name == _DETAILS]
-    return {**details[0], **said} if details else said
+    details = [of for name, of in _events(attributes) if name == _DETAILS]
+    return {**details[0], **attributes} if details else attributes
 
 
 def chat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -58,14 +60,14 @@ def chat(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [plain for message in messages for plain in _chat(message)]
 
 
-def ending(said: Mapping[str, Any], end: str) -> list[str]:
+def ending(attributes: Mapping[str, Any], end: str) -> list[str]:
     """The names `llm.PROVIDER.FIELD` of a field, as litellm writes them, and who took them up."""
-    return [name for name in said if name.startswith("llm.") and name.endswith(end) and name.count(".") == 2]
+    return [name for name in attributes if name.startswith("llm.") and name.endswith(end) and name.count(".") == 2]
 
 
-def first(said: Mapping[str, Any], *names: str) -> Any:
+def first(attributes: Mapping[str, Any], *names: str) -> Any:
     """What stands under the first of these names that says anything."""
-    return next((said[name] for name in names if said.get(name) not in (None, "")), None)
+    return next((attributes[name] for name in names if attributes.get(name) not in (None, "")), None)
 
 
 def from_json(value: Any) -> Any:

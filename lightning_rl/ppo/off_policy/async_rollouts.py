@@ -131,8 +131,8 @@ class InFlight:
         self._begin([(place, *next(self._tasks)) for place in missing], version)
         self.asked += len(missing)
 
-    def hand_over(self, version: int, left: int, wait_seconds: float) -> HandedOver:
-        """The batch of a step on the weights `version`, waiting for it; `left` groups are to be trained in the run.
+    def hand_over(self, version: int, remaining: int, wait_seconds: float) -> HandedOver:
+        """The batch of a step on the weights `version`, waiting for it; the run is to train `remaining` more groups.
 
         Asks for those whose turn it is, before it waits and when it has the batch.
         """
@@ -140,7 +140,7 @@ class InFlight:
         self._end(0)
         while True:
             self._leave_out(handed_over, version)
-            self.ask(min(self._schedule.before, left), version)
+            self.ask(min(self._schedule.before, remaining), version)
             batch = self._schedule.take([group.seen() for group in self._groups], version)
             if batch is None and self._enough(handed_over):
                 batch = [group.seen() for group in self._groups if not group.waiting][: self._schedule.batch]
@@ -150,7 +150,7 @@ class InFlight:
         places = {group.place for group in batch}
         handed_over.taken = [group.trajectories for group in self._groups if group.place in places]
         self._groups = [group for group in self._groups if group.place not in places]
-        self.ask(min(self._schedule.after, left - self._schedule.batch), version)
+        self.ask(min(self._schedule.after, remaining - self._schedule.batch), version)
         handed_over.queued = sum(not group.waiting for group in self._groups)
         return handed_over
 

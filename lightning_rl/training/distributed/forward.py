@@ -59,9 +59,9 @@ class ShardedForward(Forward):
         """Which share of the rows is this worker's, and how many there are."""
         return self._talk.rank(), self._talk.size()
 
-    def gathered(self, sequences: Sequence[TrainingSequence], found: Mapping[int, T]) -> list[T]:
+    def gathered(self, sequences: Sequence[TrainingSequence], by_id: Mapping[int, T]) -> list[T]:
         """As of `Forward`, from all workers; tensors come to the CPU."""
-        own = {n: on_cpu(found[id(s)]) for n, s in enumerate(sequences) if id(s) in found}
+        own = {n: on_cpu(by_id[id(s)]) for n, s in enumerate(sequences) if id(s) in by_id}
         of_all: list[dict[int, T]] = [{}] * self._talk.size()
         dist.all_gather_object(of_all, own, group=self._talk)
         joined = {n: value for of_one in of_all for n, value in of_one.items()}

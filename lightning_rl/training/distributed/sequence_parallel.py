@@ -82,13 +82,13 @@ class SequenceParallelForward(ShardedForward):
             self._parts += own
             yield list(own)
 
-    def gathered(self, sequences: Sequence[TrainingSequence], found: Mapping[int, T]) -> list[T]:
+    def gathered(self, sequences: Sequence[TrainingSequence], by_id: Mapping[int, T]) -> list[T]:
         """As of `ShardedForward`; what is found of a sequence is joined of what is found of its parts."""
         numbers = {id(sequence): n for n, sequence in enumerate(sequences)}
         own = [
-            (numbers[id(part.whole)], on_cpu(found[id(part)]))
+            (numbers[id(part.whole)], on_cpu(by_id[id(part)]))
             for part in self._parts
-            if id(part) in found and id(part.whole) in numbers
+            if id(part) in by_id and id(part.whole) in numbers
         ]
         of_all: list[list[tuple[int, T]]] = [[]] * self._talk.size()
         dist.all_gather_object(of_all, own, group=self._talk)

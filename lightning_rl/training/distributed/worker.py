@@ -41,10 +41,10 @@ class TrainingWorker:
         self._models = build(ProcessGroup(store, self._rank, self._size, self._device))
         return os.getpid()
 
-    def ask(self, part: str | None, method: str, given: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
+    def ask(self, part: str | None, method: str, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> Any:
         """What `method` of a part of the models answers (None: of the models); None but for the first worker."""
         target = self._models if part is None else getattr(self._models, part)
-        answer = getattr(target, method)(*given[0], **given[1])
+        answer = getattr(target, method)(*arguments[0], **arguments[1])
         return answer if self._rank == 0 else None
 
 

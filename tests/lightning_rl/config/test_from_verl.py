@@ -263,7 +263,7 @@ def test_verls_number_of_workers_does_not_bound_what_its_commands_roll_out(caplo
         theirs = compose(base=verl_keys.DEFAULTS, command_line=[f"{workers}=8"])
     assert _at(theirs, at_once) is None
     assert caplog.messages == [f"without effect here (docs/config.md says why): {workers}"]
-    [note] = notes_of(command_line=[f"{workers}=8"], theirs=True)
+    [note] = notes_of(command_line=[f"{workers}=8"], is_verl=True)
     assert (note.kind, at_once in note.text) == ("accepted", True)
     assert _at(compose(base=verl_keys.DEFAULTS, command_line=[f"{workers}=8", f"{at_once}=5"]), at_once) == 5
 

@@ -193,7 +193,7 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
 
 
 def test_one_rollout_is_read_without_its_steps_others(run: ViewedRun) -> None:
-    found = run.index.found("train-1-1")
+    found = run.index.record_of("train-1-1")
     assert found is not None
     step, record = found
     assert (step.step, step.rule, len(step.rollouts), record.reward) == (1, "final", 1, 1.0)

@@ -236,7 +236,7 @@ def test_a_damaged_step_record_is_told_and_the_rest_is_shown(tmp_path: Path) -> 
     run = read(run_dir)
     problem = run.answer("summary", {})["problem"]
     assert "000001.msgpack cannot be read" in problem
-    assert run.index.found("train-2-1") is not None
+    assert run.index.record_of("train-2-1") is not None
     run.indexer.look()
     assert run.answer("summary", {})["problem"] == problem, "as long as it is so"
     run.close()
