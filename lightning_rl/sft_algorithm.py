@@ -190,7 +190,7 @@ class SFT(ConfiguredAlgorithm):
         trackers.check_names(self.config.trainer.logger)
         folder, _ = located(self.config.actor_rollout_ref.model.path)
         renderer = resolved_config.loaded_renderer(self.config, folder)
-        teacher = None if self.teacher is None else self.teacher.asked
+        teacher = None if self.teacher is None else self.teacher.gateway_name
         self.examples = examples.load(self.config, self.sources, renderer, taught=taught, teacher=teacher)
 
     def _learn(self) -> Path:
@@ -247,7 +247,7 @@ class SFT(ConfiguredAlgorithm):
         metrics["sft/epoch"] = self.step / self._steps_per_epoch
         metrics["sft/tokens"] = float(sum(one.tokens for one in batch))
         metrics["timing_s/step"] = timing["step"]
-        return metrics | self.examples.metrics(self._seen())
+        return metrics | self.examples.metrics(self._trained_tokens())
 
     def held_out_loss(self, models: Models) -> dict[str, float]:
         """The mean negative log-likelihood of the answer tokens that are held out, each with weight 1; {} where there
@@ -303,7 +303,7 @@ class SFT(ConfiguredAlgorithm):
         order = np.random.default_rng([data.seed, epoch]).permutation(len(trained))
         return [trained[index] for index in order]
 
-    def _seen(self) -> int:
+    def _trained_tokens(self) -> int:
         """Tokens that were trained at least once."""
         return sum(one.tokens for one in self.examples.trained if one.rollout_id in self._trained)
 

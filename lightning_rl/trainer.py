@@ -339,7 +339,7 @@ class Trainer:
             ]
         from lightning_rl.runner import on_ray
 
-        return [parts.enter_context(on_ray.launch(wanted, agent, urls, key, given=algorithm.ray, isolation=isolation))]
+        return [parts.enter_context(on_ray.launch(wanted, agent, urls, key, actors=algorithm.ray, isolation=isolation))]
 
     def _at_once(self, agent: Agent, algorithm: Algorithm, endpoint: Endpoint) -> int:
         """At most how many rollouts run here at once: what the user says, else the algorithm, else as many as the

@@ -102,9 +102,9 @@ class ModelVision:
         self.merge_size: int = config.vision_config.spatial_merge_size
         self._side: int = self._processor.patch_size
         self._frames: int = self._processor.temporal_patch_size
-        self._colours = self._found_colours()
-        self._kept: OrderedDict[str, Patches] = OrderedDict()
-        self._kept_bytes = 0
+        self._colours = self._measured_colours()
+        self._cache: OrderedDict[str, Patches] = OrderedDict()
+        self._cache_bytes = 0
         self._lock = threading.Lock()
 
     def patches(self, image: PlacedImage) -> Patches:
@@ -113,9 +113,9 @@ class ModelVision:
         Raises ValueError for bytes that are no image, and where its features are not as many as its tokens.
         """
         with self._lock:
-            image_patches = self._kept.get(image.sha256)
+            image_patches = self._cache.get(image.sha256)
             if image_patches is not None:
-                self._kept.move_to_end(image.sha256)
+                self._cache.move_to_end(image.sha256)
         if image_patches is None:
             image_patches = self._read(image)
             self._keep(image.sha256, image_patches)
@@ -186,14 +186,14 @@ class ModelVision:
 
     def _keep(self, sha256: str, patches: Patches) -> None:
         with self._lock:
-            if sha256 in self._kept:  # another thread has read it, too
+            if sha256 in self._cache:  # another thread has read it, too
                 return
-            self._kept[sha256] = patches
-            self._kept_bytes += patches.values.nbytes
-            while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
-                self._kept_bytes -= self._kept.popitem(last=False)[1].values.nbytes
+            self._cache[sha256] = patches
+            self._cache_bytes += patches.values.nbytes
+            while self._cache_bytes > _KEPT_BYTES and len(self._cache) > 1:
+                self._cache_bytes -= self._cache.popitem(last=False)[1].values.nbytes
 
-    def _found_colours(self) -> Colours:
+    def _measured_colours(self) -> Colours:
         """By an image that has every value of every colour, at several places."""
         side = self._side * self.merge_size
         side *= math.ceil(32 / side)

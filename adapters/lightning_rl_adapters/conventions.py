@@ -2,7 +2,7 @@
 
 Pure. Invariants: no token id and no logprob is made up: each was written into a span by whoever asked the engine. None
 of these calls is one that the gateway recorded itself, and none is there twice. Nobody here saw an engine sample them,
-so they are not `trainable`, unless a run says that it trusts its agents' spans (`calls_with_told`).
+so they are not `trainable`, unless a run says that it trusts its agents' spans (`calls_with_otel`).
 """
 
 import heapq
@@ -52,7 +52,7 @@ class MessageCall(msgspec.Struct, frozen=True, kw_only=True):
     tools: list[dict[str, Any]]
 
 
-class Told(msgspec.Struct, frozen=True):
+class OtelCalls(msgspec.Struct, frozen=True):
     """The LLM calls of an attempt beside the gateway's: those with token ids, and those without; each by start time.
 
     `conventions` has, for each of `calls`, the convention that told of it. `messages` are those without token ids that
@@ -80,7 +80,7 @@ class OtelTriplet(Triplet, kw_only=True):
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
 
 
-class _Found(NamedTuple):
+class _LlmCalls(NamedTuple):
     """The calls of an attempt's spans, by start time: those with token ids and those without."""
 
     with_ids: list[ConventionCall]
@@ -95,7 +95,7 @@ def read(span: Span) -> list[Call] | ConventionDiagnosis | None:
     return _calls(llm_call) if llm_call.answer.has_ids else _diagnosis(llm_call)
 
 
-def told_of(spans: Sequence[Span]) -> Told:
+def told_of(spans: Sequence[Span]) -> OtelCalls:
     """The LLM calls that an attempt's spans tell of, each once, however many layers were instrumented.
 
     What the gateway answered itself is left out: it has these calls, with all their tokens.
@@ -105,7 +105,7 @@ def told_of(spans: Sequence[Span]) -> Told:
     llm_calls = _find(spans)
     pairs = [(call, llm_call.convention.name) for llm_call in llm_calls.with_ids for call in _calls(llm_call)]
     both = (*llm_calls.with_ids, *llm_calls.without)
-    return Told(
+    return OtelCalls(
         [call for call, _ in pairs],
         [name for _, name in pairs],
         [_diagnosis(llm_call) for llm_call in llm_calls.without],
@@ -118,15 +118,15 @@ def told_of(spans: Sequence[Span]) -> Told:
     )
 
 
-def calls_with_told(recorded: Sequence[Call], told: Sequence[Call]) -> list[Call]:
+def calls_with_otel(recorded: Sequence[Call], otel_calls: Sequence[Call]) -> list[Call]:
     """The calls of an attempt for a run that trains on agents' own spans: those that the gateway `recorded`, and those
     that spans tell of, which become trainable; numbered by when they began.
 
     A told call whose prompt begins with all the tokens of an earlier one of its model continues it; its prompt ids are
     then what it adds.
     """
-    merged = heapq.merge(recorded, told, key=lambda call: call.start_ns)  # leaves the gateway's order as it is
-    names = {call.call_id for call in told}
+    merged = heapq.merge(recorded, otel_calls, key=lambda call: call.start_ns)  # leaves the gateway's order as it is
+    names = {call.call_id for call in otel_calls}
     placed: list[Call] = []
     whole: dict[str, list[int]] = {}
     for number, call in enumerate(merged):
@@ -140,7 +140,7 @@ def calls_with_told(recorded: Sequence[Call], told: Sequence[Call]) -> list[Call
     return placed
 
 
-def spans_with_told(spans: Sequence[Span]) -> list[Span]:
+def spans_with_otel(spans: Sequence[Span]) -> list[Span]:
     """An attempt's spans as a run trains on them that trusts its agent's: what these tell of calls with token ids are
     spans of calls, as the gateway writes them."""
     llm_calls = _find(spans)
@@ -155,7 +155,7 @@ def spans_with_told(spans: Sequence[Span]) -> list[Span]:
     }
     recorded = {span.span_id: span for span in spans if span.name == semconv.CALL_SPAN}
     calls: list[Span] = []
-    for call in calls_with_told(calls_of(spans), otel_calls):
+    for call in calls_with_otel(calls_of(spans), otel_calls):
         if call.call_id in messages:
             prompt, answers = messages[call.call_id]
             calls.append(to_span(call, **{semconv.INPUT_MESSAGES: prompt, semconv.OUTPUT_MESSAGES: answers}))
@@ -177,12 +177,12 @@ def conversations(spans: Sequence[Span], model: str | None = None) -> list[SpanM
     ]
 
 
-def triplets_of_otel(told: Told, rewards: Mapping[str, float] | None = None) -> list[OtelTriplet]:
+def triplets_of_otel(otel: OtelCalls, rewards: Mapping[str, float] | None = None) -> list[OtelTriplet]:
     """The triplets of an attempt by its agent's own spans, in order of start; `rewards` are by call id. Those of calls
     without token ids have messages, and are not exact."""
-    conventions = dict(zip((call.call_id for call in told.calls), told.conventions, strict=True))
-    messages = {each.call.call_id: each for each in told.messages}
-    grown = forest.build([*told.calls, *(each.call for each in told.messages)])
+    conventions = dict(zip((call.call_id for call in otel.calls), otel.conventions, strict=True))
+    messages = {each.call.call_id: each for each in otel.messages}
+    grown = forest.build([*otel.calls, *(each.call for each in otel.messages)])
     return [_of_otel(each, conventions, messages.get(each.call_id)) for each in triplets(grown, rewards or {})]
 
 
@@ -196,7 +196,7 @@ def _of_otel(triplet: Triplet, conventions: Mapping[str, str], message_call: Mes
     )  # fmt: skip
 
 
-def _find(spans: Sequence[Span]) -> _Found:
+def _find(spans: Sequence[Span]) -> _LlmCalls:
     recorded = names_of(spans)
     llm_calls = [
         llm_call
@@ -213,7 +213,7 @@ def _find(spans: Sequence[Span]) -> _Found:
     for llm_call in llm_calls:
         if not llm_call.answer.has_ids and llm_call.name not in names and llm_call.span.span_id not in around:
             without.setdefault(llm_call.name, llm_call)
-    return _Found(with_ids, list(without.values()))
+    return _LlmCalls(with_ids, list(without.values()))
 
 
 _Tokens = tuple[tuple[int, ...], tuple[int, ...]]  # of a prompt, and of an answer

@@ -199,7 +199,7 @@ class Operation:
         if emitted is not None:
             if self._block is not None:
                 raise RuntimeError(f"operation {self._name!r} was entered before; make one for every block")
-            self._block = emitted.operation(self._name, None if self._inputs is None else _told(self._inputs))
+            self._block = emitted.operation(self._name, None if self._inputs is None else _json_of(self._inputs))
             self._tell_output = self._block.__enter__()
         return self
 
@@ -209,7 +209,7 @@ class Operation:
         if self._block is None:
             return None
         if error is None and self.output is not _NOTHING:
-            self._tell_output(_told(self.output))
+            self._tell_output(_json_of(self.output))
         return self._block.__exit__(kind, error, trace)
 
 
@@ -240,7 +240,7 @@ def _arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
         return {"args": args, "kwargs": kwargs}
 
 
-def _told(value: Any) -> str:
+def _json_of(value: Any) -> str:
     """A value as JSON. Parts that JSON cannot hold are written as their `repr`, shortened."""
     try:
         return json.dumps(value, default=_REPR.repr)

@@ -43,7 +43,7 @@ class Emitted:
         # All that is emitted outside of anybody's span is one trace, whatever thread it is in.
         self.trace_id = int.from_bytes(hashlib.blake2b(attempt_id.encode(), digest_size=16).digest())
         self._rollout_id = rollout_id
-        self._whose: dict[str, AttributeValue] = {semconv.ROLLOUT_ID: rollout_id, semconv.ATTEMPT_ID: attempt_id}
+        self._ids: dict[str, AttributeValue] = {semconv.ROLLOUT_ID: rollout_id, semconv.ATTEMPT_ID: attempt_id}
         self._attempt_id = attempt_id
         self._lock = threading.Lock()
         self._closed = False
@@ -105,7 +105,7 @@ class Emitted:
             self._end(span)
 
     def _begin(self, name: str, attributes: dict[str, AttributeValue]) -> trace.Span:
-        return _tracer().start_span(name, attributes={**attributes, **self._whose})
+        return _tracer().start_span(name, attributes={**attributes, **self._ids})
 
     def _end(self, span: trace.Span) -> None:
         from opentelemetry.sdk.trace import ReadableSpan

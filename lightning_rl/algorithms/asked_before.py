@@ -25,7 +25,7 @@ class OtherTask(Explained, ValueError):
 
 def as_asked_before(requests: Sequence[RolloutRequest], store: RunStore) -> list[RolloutRequest]:
     """The requests, those that the store holds as it holds them. Raises OtherTask."""
-    resolved = [_asked_before(request, store) for request in requests]
+    resolved = [_stored_request(request, store) for request in requests]
     changed = [(now, before) for now, before in zip(requests, resolved, strict=True) if before is not now]
     if changed:
         now, before = changed[0]
@@ -39,12 +39,12 @@ def as_asked_before(requests: Sequence[RolloutRequest], store: RunStore) -> list
     return resolved
 
 
-def _asked_before(request: RolloutRequest, store: RunStore) -> RolloutRequest:
+def _stored_request(request: RolloutRequest, store: RunStore) -> RolloutRequest:
     try:
         there = store.rollout(str(request.rollout_id))
     except NotFound:
         return request
-    before = there.asked_for()
+    before = there.as_request()
     if not same_body(body_of(request.task), body_of(before.task)):
         raise OtherTask(
             f"rollout {there.rollout_id} was asked for before with another task: {str(before.task)[:80]!r}, and now "

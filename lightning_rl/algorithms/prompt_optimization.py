@@ -262,9 +262,9 @@ class _Reflections:
             model = LM(model)
         self._ask = model
         self._file = file
-        self._kept = file.read_text().splitlines() if file.exists() else []
+        self._lines = file.read_text().splitlines() if file.exists() else []
         self._earlier: dict[str, list[str]] = defaultdict(list)  # by the prompt, in order
-        for reflection in map(json.loads, self._kept):
+        for reflection in map(json.loads, self._lines):
             self._earlier[reflection["prompt"]].append(reflection["answer"])
 
     def __call__(self, prompt: str) -> str:
@@ -273,8 +273,8 @@ class _Reflections:
         answer = self._ask(prompt)
         if not isinstance(answer, str):
             raise TypeError(f"the reflection function gave a {type(answer).__name__}; it must give the answer's text")
-        self._kept.append(json.dumps({"prompt": prompt, "answer": answer}))
-        write_whole(self._file, "\n".join([*self._kept, ""]).encode())
+        self._lines.append(json.dumps({"prompt": prompt, "answer": answer}))
+        write_whole(self._file, "\n".join([*self._lines, ""]).encode())
         return answer
 
 
@@ -314,7 +314,7 @@ class _Search:
     ) -> dict[str, list[dict[str, Any]]]:
         """What the reflection model sees of the rollouts."""
         with self._noted():
-            records = [_told(one) for group in eval_batch.trajectories for one in group]
+            records = [_example(one) for group in eval_batch.trajectories for one in group]
         return dict.fromkeys(components_to_update, records)
 
     def reflect(self, prompt: Any) -> str:
@@ -392,7 +392,7 @@ def _reward(group: Sequence[RolloutTrace]) -> float:
     )
 
 
-def _told(trace: RolloutTrace) -> dict[str, Any]:
+def _example(trace: RolloutTrace) -> dict[str, Any]:
     """A rollout as an example: the task, what was said, and how it was rewarded."""
     rollout = trace.rollout
     spans = (trace.counting or trace.attempts[-1]).spans

@@ -117,8 +117,8 @@ def _lines(result: "Replay") -> Iterator[str]:
     if result.divergence is not None:
         return  # what an agent makes of a refusal says nothing
     for name in ("rewards", "call_rewards", "error"):
-        then = _said(result.recorded, name)
-        now = "the agent did not end" if result.now is None else _said(result.now, name)
+        then = _text_of(result.recorded, name)
+        now = "the agent did not end" if result.now is None else _text_of(result.now, name)
         if (then, now) != ("none", "none"):
             label = name.replace("_", " ")
             yield f"{label} then".ljust(_LABEL) + then
@@ -130,7 +130,7 @@ def _lines(result: "Replay") -> Iterator[str]:
         yield f"call {number} is asked with other sampling: {other}"
 
 
-def _said(ending: "ReplayEnding", name: str) -> str:
+def _text_of(ending: "ReplayEnding", name: str) -> str:
     value: Any = getattr(ending, name)
     if not value:
         return "none"

@@ -15,7 +15,7 @@ import typer
 
 from lightning_rl.cli.sigterm import ended_by_sigterm
 from lightning_rl.errors import Explained
-from lightning_rl.processes.service_keys import RUNNER_KEY, taken_from_environment
+from lightning_rl.processes.service_keys import RUNNER_KEY, pop_from_environment
 
 if TYPE_CHECKING:
     from lightning_rl.store.client import HttpStore
@@ -63,7 +63,7 @@ def run(
     from lightning_rl.runner import launch as runners
     from lightning_rl.store.client import HttpStore
 
-    key = taken_from_environment(RUNNER_KEY)
+    key = pop_from_environment(RUNNER_KEY)
     if not key:
         raise CannotJoin(f"set {RUNNER_KEY}, in the environment, to the key that the server was started with")
     for url in store:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from lightning_rl.errors import Explained
-from lightning_rl.processes.service_keys import ADMIN_KEY, RUNNER_KEY, SHORTEST, is_loopback, taken_from_environment
+from lightning_rl.processes.service_keys import ADMIN_KEY, RUNNER_KEY, SHORTEST, is_loopback, pop_from_environment
 
 if TYPE_CHECKING:
     from lightning_rl.control_plane.gateways.engines import EngineRequest
@@ -322,7 +322,7 @@ def tokenizer_folder(path: str) -> Path:
 def _keys(host: str) -> tuple[str, str]:
     """The admin's and the runners' key, "" where none is set. Raises ServeRefused for such as cannot be used at
     `host`."""
-    keys = {name: taken_from_environment(name) for name in (ADMIN_KEY, RUNNER_KEY)}
+    keys = {name: pop_from_environment(name) for name in (ADMIN_KEY, RUNNER_KEY)}
     for name, key in keys.items():
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise ServeRefused(f"{name} holds what no header can: use letters, digits and punctuation")

@@ -49,7 +49,7 @@ class Values:
         for part in name.split("."):
             if not isinstance(value, Mapping) or part not in value:
                 raise CommandError(
-                    f"{{{name}}} is no field of the task, {self._told()}; a brace that is meant is doubled"
+                    f"{{{name}}} is no field of the task, {self._description()}; a brace that is meant is doubled"
                 )
             value = value[part]
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
@@ -69,10 +69,10 @@ class Values:
         try:
             last = messages_of(self._task)[-1]["content"]
         except LoopTaskError as error:
-            raise CommandError(f"{{prompt}} is no field of the task, {self._told()}") from error
+            raise CommandError(f"{{prompt}} is no field of the task, {self._description()}") from error
         return last if isinstance(last, str) else "".join(part.get("text") or "" for part in last or ())
 
-    def _told(self) -> str:
+    def _description(self) -> str:
         if isinstance(self._task, Mapping):
             return f"which has {sorted(map(str, self._task))}"
         return f"which is a {type(self._task).__name__}"

@@ -97,7 +97,7 @@ def _packed(folder: Path) -> tuple[bytes, list[str]]:
     """The folder's content, and the links in it that lead out of it by a relative path."""
     packed, leading_out = io.BytesIO(), list[str]()
 
-    def taken(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    def checked(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         leads_to = posixpath.normpath(posixpath.join(posixpath.dirname(entry.name), entry.linkname))
         if entry.issym() and leads_to.split("/")[0] == "..":
             leading_out.append(f"{entry.name} -> {entry.linkname}")
@@ -105,7 +105,7 @@ def _packed(folder: Path) -> tuple[bytes, list[str]]:
 
     with tarfile.open(fileobj=packed, mode="w") as archive:
         for entry in sorted(folder.iterdir()):
-            archive.add(entry, arcname=entry.name, filter=taken)
+            archive.add(entry, arcname=entry.name, filter=checked)
     return packed.getvalue(), leading_out
 
 

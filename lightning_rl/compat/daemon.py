@@ -165,7 +165,7 @@ class AgentModeDaemon:
 
         With `verbose` it prints how many have.
         """
-        data = self._known("wait for")
+        data = self._data_to("wait for")
         while waiting := data.waiting:
             self._check()
             ended = [rollout.rollout_id for rollout in self._store.wait(waiting, _WAIT_SECONDS)]
@@ -228,7 +228,7 @@ class AgentModeDaemon:
                 self._store.cancel(rollout_id)
         self._data = None
 
-    def _known(self, action: str) -> _Data:
+    def _data_to(self, action: str) -> _Data:
         if self._data is None:
             raise DaemonOrder(
                 f"there are no data to {action}: call set_up_data_and_server(data, server_addresses) first"
@@ -236,7 +236,7 @@ class AgentModeDaemon:
         return self._data
 
     def _finished(self, *, is_train: bool, what: str) -> _Data:
-        data = self._known(f"make {what} of")
+        data = self._data_to(f"make {what} of")
         if data.is_train != is_train:
             kind = "training" if data.is_train else "validation"
             raise DaemonOrder(f"the data were set up for {kind}: there is no {what} of them; see is_train")

@@ -128,7 +128,7 @@ class AgentFramework:
         self._resources: str | None = None
         try:
             if self._sampling is not None:
-                self._resources = await self._asked(published, self._store, self._sampling, self._model)
+                self._resources = await self._ask(published, self._store, self._sampling, self._model)
         except BaseException:
             self._close()
             raise
@@ -191,7 +191,7 @@ class AgentFramework:
     async def abort_session(self, session: Session) -> None:
         """End the session as cancelled: nothing of it is trained."""
         self._leases.release(session.claim)
-        await self._asked(self._store.cancel, session.session_id)
+        await self._ask(self._store.cancel, session.session_id)
 
     async def _session(self, request: RolloutRequest, runner: str) -> EndedSession:
         """Create, run, finalize: one session's whole life."""
@@ -216,10 +216,10 @@ class AgentFramework:
 
     async def _create(self, request: RolloutRequest, runner: str) -> Session:
         try:
-            claim: Claim = await self._asked(self._store.start, request)
+            claim: Claim = await self._ask(self._store.start, request)
         except asyncio.CancelledError:
             with contextlib.suppress(NotFound):  # where it was never created
-                await self._asked(self._store.cancel, str(request.rollout_id))
+                await self._ask(self._store.cancel, str(request.rollout_id))
             raise
         self._leases.hold(claim, lambda: None)
         return Session(claim, runner)
@@ -254,7 +254,7 @@ class AgentFramework:
 
     async def _finalize(self, session: Session, made: Outcome) -> None:
         try:
-            await self._asked(self._finish, session.claim, made)
+            await self._ask(self._finish, session.claim, made)
         finally:  # of one that cannot be finished the lease runs out
             self._leases.release(session.claim)
 
@@ -271,7 +271,7 @@ class AgentFramework:
                 self._store.finish(*place, Finish(status="failed", error=error_info(error, claim)))
 
     async def _trajectory(self, claim: Claim) -> Trajectory:
-        traces = await self._asked(self._store.traces, [claim.rollout.rollout_id])
+        traces = await self._ask(self._store.traces, [claim.rollout.rollout_id])
         model = claim.resources["main_llm"]["model"]
         return trajectory_of(traces[claim.rollout.rollout_id], agent_failure=self._agent_failure, model=model)
 
@@ -279,7 +279,7 @@ class AgentFramework:
         timeout = None if self._timeout is None else self._timeout + _DEADLINE_GRACE_SECONDS
         return RolloutConfig(max_attempts=1, timeout_seconds=timeout, unresponsive_seconds=_LEASE_SECONDS)
 
-    async def _asked(self, ask: Callable[..., T], *arguments: Any) -> T:
+    async def _ask(self, ask: Callable[..., T], *arguments: Any) -> T:
         """Ask the control plane from a thread. Cancelled, it waits for the answer first: nothing is left half-done."""
         answer = asyncio.get_running_loop().run_in_executor(self._requests, partial(ask, *arguments))
         cancelled: asyncio.CancelledError | None = None

@@ -202,7 +202,7 @@ def keys(schema: type[Section] = TrainConfig, prefix: str = "") -> Iterator[Key]
         yield Key(name, bounded, default, kind, meta.description or "")
 
 
-def given_keys(config: Section) -> set[str]:
+def changed_keys(config: Section) -> set[str]:
     """The dotted keys whose values are other than their defaults."""
     return {key.name for key in keys(type(config)) if attrgetter(key.name)(config) != key.default}
 

@@ -113,8 +113,8 @@ def _translated(key: str, value: Any, beside: Mapping[str, Any], *, is_verl: boo
         return ({}, Note(key, value, "accepted", "it is empty")) if empty else ({key: value}, Note(key, value, "same"))
     if value is None:
         return {}, Note(key, value, "accepted", "null asks for nothing")
-    if is_verl and rule.theirs:
-        return {}, Note(key, value, "accepted", rule.theirs, reported=True)
+    if is_verl and rule.in_verl:
+        return {}, Note(key, value, "accepted", rule.in_verl, reported=True)
     if rule.values is not None and value not in rule.values:
         return {}, Note(key, value, "refused", rule.instead)
     if rule.convert is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
-from lightning_rl.config import given_keys
+from lightning_rl.config import changed_keys
 from lightning_rl.config.schema import Config
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor.", "actor_rollout_ref.model."
@@ -26,10 +26,10 @@ _UPDATE_OF_CRITIC = (
 
 
 class _Need(NamedTuple):
-    """Keys, or groups of them (`group.`), that are read where `is_met`; `what` says how that is."""
+    """Keys, or groups of them (`group.`), that are read where `is_met`; `condition` says how that is."""
 
     names: tuple[str, ...]
-    what: str
+    condition: str
     is_met: Callable[[Config], bool]
 
 
@@ -224,10 +224,10 @@ _NEEDS = (
 def idle_beside_others(config: Config, *, with_critic: bool, own_estimator: bool = False) -> Iterator[str]:
     """What is to be said of keys that have other values than their defaults, and are not read. `with_critic`: whether a
     critic is trained; `own_estimator`: whether advantages are made by a function of the user's."""
-    names = sorted(given_keys(config))
+    names = sorted(changed_keys(config))
     of_critic = _WITH_CRITIC if with_critic else (_WITHOUT_CRITIC,)
     for need in (*_NEEDS, *of_critic, *(() if own_estimator else _OF_NAMED_ESTIMATORS)):
         groups = tuple(name for name in need.names if name.endswith("."))
         idle = [name for name in names if name in need.names or name.startswith(groups)]
         if idle and not need.is_met(config):
-            yield f"{', '.join(idle)}: no effect without {need.what}"
+            yield f"{', '.join(idle)}: no effect without {need.condition}"

@@ -37,7 +37,7 @@ class Rule(NamedTuple):
         convert: from a value, and all keys that are given beside it, to our keys and their values; None: the key sets
             nothing.
         off: the values that it accepts ask for nothing, so there is nothing to report.
-        theirs: where a script or file of verl's gives the key: why it changes nothing there. "": it is as elsewhere.
+        in_verl: where a script or file of verl's gives the key: why it changes nothing there. "": it is as elsewhere.
     """
 
     patterns: tuple[str, ...]
@@ -46,7 +46,7 @@ class Rule(NamedTuple):
     instead: str = ""
     convert: Callable[[Any, Mapping[str, Any]], Converted] | None = None
     off: bool = False
-    theirs: str = ""
+    in_verl: str = ""
 
     @property
     def kind(self) -> Kind:
@@ -347,7 +347,7 @@ RULES: list[Rule] = [
     ),
     _to(f"{_ROLLOUT}agent.num_workers", f"{_ROLLOUT}agent.max_concurrent_rollouts")._replace(
         text=f"`{_ROLLOUT}agent.max_concurrent_rollouts`, which it was called; with --from-verl nothing",
-        theirs="processes of runners follow from the cores, and rollouts at once from the step: "
+        in_verl="processes of runners follow from the cores, and rollouts at once from the step: "
         f"{_ROLLOUT}agent.max_concurrent_rollouts",
     ),
     _off(f"{_ROLLOUT}agent.custom_async_server.*", "an engine of your own is registered at the gateway"),

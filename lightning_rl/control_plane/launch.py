@@ -108,4 +108,4 @@ def serve(
         "otlp_endpoint": otlp_endpoint,
     }
     child.write(msgspec.json.encode(settings) + b"\n")
-    return Serving(child.wait_until_told("url", ServerNotStarted), child)
+    return Serving(child.wait_for("url", ServerNotStarted), child)

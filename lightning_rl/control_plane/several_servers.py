@@ -63,7 +63,7 @@ class SeveralServers:
         self._catching_up = threading.Lock()
         self._rollouts: SpreadRollouts[RunServer] = SpreadRollouts()
         # What one that joins is told: resources by id, the version and the pause of a model, in the order they came.
-        self._told: dict[tuple[str, str | None], Callable[[HttpStore], Any]] = {}
+        self._updates: dict[tuple[str, str | None], Callable[[HttpStore], Any]] = {}
         self._attach: Callable[[RunServer], Attachment] | None = None
 
     @property
@@ -162,7 +162,7 @@ class SeveralServers:
         named = resources_id or new_id("s")
         publish = functools.partial(HttpStore.publish, resources=resources, resources_id=named)
         with self._lock:
-            self._told["resources", named] = publish
+            self._updates["resources", named] = publish
         return self._each(publish)[0][1]
 
     def pause(
@@ -178,16 +178,16 @@ class SeveralServers:
             HttpStore.pause, model=model, mode=mode, deadline_seconds=deadline_seconds, lease_seconds=lease_seconds
         )
         with self._lock:
-            self._told["pause", model] = pause
+            self._updates["pause", model] = pause
         return self._together(pause)
 
     def resume(self, model: str | None = None, policy_version: int | None = None) -> dict[str, Any]:
         """See `RunStore`."""
         resume = functools.partial(HttpStore.resume, model=model, policy_version=policy_version)
         with self._lock:
-            self._told.pop(("pause", model), None)
+            self._updates.pop(("pause", model), None)
             if policy_version is not None:
-                self._told["version", model] = resume
+                self._updates["version", model] = resume
         return self._together(resume)
 
     def state(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class SeveralServers:
                 rank = rank_of(rollout)
                 if rank > best.get(rollout.rollout_id, (False, 0.0)):
                     best[rollout.rollout_id] = rank
-                    self._rollouts.found(rollout.rollout_id, server)
+                    self._rollouts.add_existing(rollout.rollout_id, server)
 
     def _there(self) -> list[RunServer]:
         """The servers that are not gone. Raises Unreachable where there is none."""
@@ -273,7 +273,7 @@ class SeveralServers:
                 raise
         else:
             server.answered()
-            self._rollouts.asked(server, made)
+            self._rollouts.enqueued(server, made)
 
     def _give_late_rewards(self, server: RunServer) -> None:
         """Those that were given while it was gone, where its store still has the rollouts."""
@@ -311,7 +311,7 @@ class SeveralServers:
         assert self._attach is not None
         attachment = self._attach(server)
         with self._lock:
-            missed = [*self._told.values()]
+            missed = [*self._updates.values()]
         try:
             for tell in missed:
                 tell(server.store)

@@ -31,7 +31,7 @@ class SpreadRollouts(Generic[S]):
         with self._lock:
             return self._at.get(rollout_id)
 
-    def found(self, rollout_id: str, server: S) -> None:
+    def add_existing(self, rollout_id: str, server: S) -> None:
         """A rollout of an earlier session is at this server."""
         with self._lock:
             self._at[rollout_id] = server
@@ -100,7 +100,7 @@ class SpreadRollouts(Generic[S]):
         with self._lock:
             return [self._requests[name] for name in sorted(self._to_ask) if self._at[name] is server]
 
-    def asked(self, server: S, made: Sequence[Rollout]) -> None:
+    def enqueued(self, server: S, made: Sequence[Rollout]) -> None:
         """A server was asked, and answered with these."""
         with self._lock:
             for rollout in made:

@@ -49,7 +49,7 @@ class Adapters:
         self._modules = {name: each for name, each in model.named_modules() if _sizes(each) is not None}
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
-        self._given: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
+        self._matrices: dict[int, dict[str, tuple[Tensor, Tensor]]] = {}
         self._rows = _Rows(self._device)
         self._hooked: dict[str, LowRank | None] = {}
 
@@ -68,7 +68,7 @@ class Adapters:
             a, b = weights.get(name + A), weights.get(name + B)
             if sizes is None or a is None or b is None or (*a.shape, *b.shape) != (len(a), sizes[0], sizes[1], len(a)):
                 raise ValueError(f"an adapter of {name}, which is no module of the engine's model, or of other sizes")
-        self._given[adapter] = {
+        self._matrices[adapter] = {
             name: (self._held(weights[name + A]), self._held(weights[name + B])) for name in names
         }  # copies: whoever trains changes them
 
@@ -84,14 +84,14 @@ class Adapters:
 
     def hook(self) -> None:
         """Have the model's own modules add what their adapters, as they are now, give."""
-        for name in {name for by_name in self._given.values() for name in by_name}:
+        for name in {name for by_name in self._matrices.values() for name in by_name}:
             if name not in self._hooked:
                 self._modules[name].register_forward_hook(self._hook(name))
             self._hooked[name] = self.of((name, None))
 
     def _of_one(self, name: str) -> tuple[Tensor, Tensor, tuple[int, ...]]:
         inputs, outputs = _sizes(self._modules[name]) or (0, 0)
-        there = {adapter: by_name[name] for adapter, by_name in sorted(self._given.items()) if name in by_name}
+        there = {adapter: by_name[name] for adapter, by_name in sorted(self._matrices.items()) if name in by_name}
         empty = torch.zeros(0, inputs, device=self._device, dtype=self._dtype)
         a = torch.cat([empty, *(a for a, _ in there.values())])
         b = torch.cat([empty.new_zeros(outputs, 0), *(b for _, b in there.values())], dim=1)

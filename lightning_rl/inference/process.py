@@ -38,7 +38,7 @@ def launch(path: str, log: Path, max_model_len: int | None = None) -> Iterator[s
     child = Child("lightning_rl.inference.process", name="the embedded engine", log=log, first=first)
     try:
         child.start()
-        yield child.wait_until_told("url", EngineNotStarted)
+        yield child.wait_for("url", EngineNotStarted)
     finally:
         child.stop()
 

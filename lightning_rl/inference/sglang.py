@@ -40,7 +40,7 @@ class ScoresRefused(Explained, RuntimeError):
         self.status = status
 
 
-class _Told(msgspec.Struct):
+class _Reply(msgspec.Struct):
     success: bool
     message: str = ""
 
@@ -205,7 +205,7 @@ def update_from_disk(url: str, folder: Path, version: int, *, seconds: float = 6
         "abort_all_requests": False,
     }
     answer = _ask("POST", url, _PATH, seconds, body)
-    reply = _told(answer.data)
+    reply = _reply_of(answer.data)
     if answer.status != 200 or reply is None or not reply.success:
         message = reply.message if reply else answer.data[:500].decode(errors="replace")
         raise WeightsNotUpdated(
@@ -213,9 +213,9 @@ def update_from_disk(url: str, folder: Path, version: int, *, seconds: float = 6
         )
 
 
-def _told(body: bytes) -> _Told | None:
+def _reply_of(body: bytes) -> _Reply | None:
     try:
-        return msgspec.json.decode(body, type=_Told)
+        return msgspec.json.decode(body, type=_Reply)
     except msgspec.DecodeError:
         return None
 

@@ -98,9 +98,9 @@ Check = Callable[[Evidence], "Finding | Iterable[Finding] | None"]
 
 def diagnose(evidence: Evidence) -> Diagnosis:
     """All checks on a run's evidence: those of learning on each of its policies, where it has several."""
-    findings = list(_found(CHECKS_OF_ROLLOUTS, evidence))
+    findings = list(_findings(CHECKS_OF_ROLLOUTS, evidence))
     for name, of_policy in _policies(evidence):
-        findings += [replace(finding, policy=name) for finding in _found(CHECKS_OF_LEARNING, of_policy)]
+        findings += [replace(finding, policy=name) for finding in _findings(CHECKS_OF_LEARNING, of_policy)]
     return Diagnosis(
         run_dir=evidence.run_dir,
         looked_at=looked_at(evidence),
@@ -108,7 +108,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     )
 
 
-def _found(checks: Iterable[Check], evidence: Evidence) -> Iterator[Finding]:
+def _findings(checks: Iterable[Check], evidence: Evidence) -> Iterator[Finding]:
     for check in checks:
         result = check(evidence)
         yield from [result] if isinstance(result, Finding) else result or ()

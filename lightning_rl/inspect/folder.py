@@ -19,7 +19,7 @@ from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.call_filter import selection
 from lightning_rl.trajectories.step_record import StepRecord
-from lightning_rl_adapters.conventions import spans_with_told
+from lightning_rl_adapters.conventions import spans_with_otel
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 CONFIG = "config.yaml"
@@ -69,7 +69,7 @@ def with_trained_calls(config: TrainConfig | None, trace: RolloutTrace) -> Rollo
     """The trace with every call that the run trains on: those of agents' own spans too, where it trusts these."""
     if config is None or not config.algorithm.train_spans:
         return trace
-    attempts = [msgspec.structs.replace(each, spans=spans_with_told(each.spans)) for each in trace.attempts]
+    attempts = [msgspec.structs.replace(each, spans=spans_with_otel(each.spans)) for each in trace.attempts]
     return msgspec.structs.replace(trace, attempts=attempts)
 
 

@@ -37,7 +37,7 @@ class Findings:
         self._run_dir = run_dir
         self._config = config
         self._steps = {policy: deque(records, maxlen=RECENT) for policy, records in earlier.items()}
-        self._told: dict[tuple[str, str | None], int] = {}  # by name and policy, how bad it was
+        self._reported: dict[tuple[str, str | None], int] = {}  # by name and policy, how bad it was
         self._read: queue.SimpleQueue[Evidence] = queue.SimpleQueue()  # behind the training
         self._reading = threading.Lock()
 
@@ -54,8 +54,8 @@ class Findings:
         for finding in diagnose(self._evidence(rows)).findings:
             how_bad = SEVERITIES.index(finding.severity)
             key, is_known = (finding.name, finding.policy), finding.name.startswith(_KNOWN)
-            if finding.severity in _TOLD and not is_known and how_bad < self._told.get(key, len(SEVERITIES)):
-                self._told[key] = how_bad
+            if finding.severity in _TOLD and not is_known and how_bad < self._reported.get(key, len(SEVERITIES)):
+                self._reported[key] = how_bad
                 self._tell(int(rows[-1]["step"]), finding)
 
     def _evidence(self, rows: list[dict[str, float]]) -> Evidence:

@@ -94,13 +94,13 @@ def _calls(trace: RolloutTrace) -> list[_PairCall]:
     attributes_by_id = {span.span_id: span.attributes for span in attempt.spans}
     nodes = sorted(grown.nodes.values(), key=lambda node: node.call.number)
     return [
-        _asked(node, attributes_by_id, schemas)
+        _pair_call(node, attributes_by_id, schemas)
         for node in nodes
         if node.call.trainable and node.call.delivered and all(one.call.exact for one in node.path())
     ]
 
 
-def _asked(node: Node, attributes_by_id: Mapping[str, Mapping[str, Any]], schemas: Mapping[str, Any]) -> _PairCall:
+def _pair_call(node: Node, attributes_by_id: Mapping[str, Mapping[str, Any]], schemas: Mapping[str, Any]) -> _PairCall:
     ids: list[int] = []
     messages: list[dict[str, Any]] = []
     for one in node.path():

@@ -57,7 +57,7 @@ class Divergence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeptAnswer:
-    """One recorded call with its whole prompt and conversation; `taken` once it was answered again."""
+    """One recorded call with its whole prompt and conversation; `replayed` once it was answered again."""
 
     def __init__(self, number: int, node: Node, attributes: Mapping[str, Any], before: Sequence[Message]) -> None:
         self.number = number
@@ -73,7 +73,7 @@ class KeptAnswer:
         self.messages = [*before, *(attributes.get(semconv.INPUT_MESSAGES) or ())]
         answered = attributes.get(semconv.OUTPUT_MESSAGES) or ()
         self.answer: Message = dict(answered[0]) if answered else {"role": "assistant", "content": ""}
-        self.taken = False
+        self.replayed = False
 
 
 class Recording:
@@ -104,20 +104,20 @@ class Recording:
     @property
     def replayed(self) -> int:
         """How many calls were answered again."""
-        return sum(entry.taken for entry in self.calls)
+        return sum(entry.replayed for entry in self.calls)
 
     def by_tokens(self, model: str, prompt: list[int], sampling: Sampling, shown: Sequence[Placed] = ()) -> KeptAnswer:
         """The oldest call of `model` with this very prompt, and these images in it, that was not answered yet.
 
         Raises EngineRefused.
         """
-        same = [k for k in self._left(model) if k.exact and k.prompt == prompt]
+        same = [k for k in self._remaining(model) if k.exact and k.prompt == prompt]
         entry = next((k for k in same if k.media == list(shown)), None)
         if entry is None and same and self.divergence is None:
             raise self.refuse(f"what the agent asks now was recorded as call {same[0].number} with other images")
         if entry is None or self.divergence is not None:
             raise self._refused(lambda: self._other_prompt(model, prompt))
-        entry.taken = True
+        entry.replayed = True
         current = msgspec.to_builtins(sampling)
         names = ({*current, *entry.sampling} - {"seed"}) if entry.sampling else set()
         if other := {name: [entry.sampling.get(name), current.get(name)] for name in sorted(names)
@@ -128,10 +128,10 @@ class Recording:
     def by_messages(self, model: str, messages: Sequence[Message]) -> KeptAnswer:
         """The oldest call of `model` that was asked with the same messages. Raises EngineRefused."""
         heard = _heard(messages)
-        entry = next((k for k in self._left(model) if _heard(k.messages) == heard), None)
+        entry = next((k for k in self._remaining(model) if _heard(k.messages) == heard), None)
         if entry is None or self.divergence is not None:
             raise self._refused(lambda: self._other_messages(model, messages))
-        entry.taken = True
+        entry.replayed = True
         return entry
 
     def refuse(self, why: str) -> EngineRefused:
@@ -145,8 +145,8 @@ class Recording:
                 return [*entry.messages, entry.answer]
         return None
 
-    def _left(self, model: str) -> list[KeptAnswer]:
-        return [entry for entry in self.calls if entry.call.model == model and not entry.taken]
+    def _remaining(self, model: str) -> list[KeptAnswer]:
+        return [entry for entry in self.calls if entry.call.model == model and not entry.replayed]
 
     def _refused(self, diagnose: Callable[[], Divergence]) -> EngineRefused:
         if self.divergence is None:
@@ -155,8 +155,8 @@ class Recording:
         return EngineRefused(f"this replay is over: {self.divergence.why}")
 
     def _other_prompt(self, model: str, prompt: list[int]) -> Divergence:
-        remaining = [entry for entry in self._left(model) if entry.exact]
-        now = self._said_in(prompt)
+        remaining = [entry for entry in self._remaining(model) if entry.exact]
+        now = self._messages_of(prompt)
         if not remaining:
             return self._one_more(model, now, lambda entry: entry.prompt == prompt)
         nearest = max(remaining, key=lambda entry: first_difference(prompt, entry.prompt))
@@ -173,7 +173,7 @@ class Recording:
         )
 
     def _other_messages(self, model: str, messages: Sequence[Message]) -> Divergence:
-        remaining = self._left(model)
+        remaining = self._remaining(model)
         if not remaining:
             return self._one_more(model, messages, lambda entry: _heard(entry.messages) == _heard(messages))
         nearest = max(remaining, key=lambda entry: _shared(entry.messages, messages))
@@ -197,7 +197,7 @@ class Recording:
             new_message=messages[-1] if messages else None,
         )
 
-    def _said_in(self, prompt: list[int]) -> list[Message] | None:
+    def _messages_of(self, prompt: list[int]) -> list[Message] | None:
         """The messages of a prompt, which may go on with tokens that nobody wrote."""
         for ids, messages in reversed(self.heard.items()):
             if prompt[: len(ids)] == list(ids):

@@ -105,13 +105,13 @@ def resources_of(connection: sa.Connection, resources_id: str | None) -> dict[st
 def _positioned(connection: sa.Connection, which: Which, page: int, after: int) -> Iterator[tuple[list[Rollout], int]]:
     """Pages, each with the position of its last rollout."""
     position = schema.rollouts.c.position
-    query = _asked(which).order_by(position).limit(page)
+    query = _selection(which).order_by(position).limit(page)
     while rows := connection.execute(query.where(position > after)).all():
         after = rows[-1].position
         yield [rollout_of(row) for row in rows], after
 
 
-def _asked(which: Which) -> "sa.Select[tuple[object, ...]]":
+def _selection(which: Which) -> "sa.Select[tuple[object, ...]]":
     wanted = {name: value for name, value in msgspec.structs.asdict(which).items() if value is not None}
     return queries.ROLLOUTS.where(*(schema.rollouts.c[name] == value for name, value in wanted.items()))
 
@@ -125,7 +125,7 @@ class RolloutFolder:
 
     def newest(self, which: Which, limit: int) -> list[Rollout]:
         """See `RolloutSource`."""
-        query = _asked(which).order_by(schema.rollouts.c.position.desc()).limit(limit)
+        query = _selection(which).order_by(schema.rollouts.c.position.desc()).limit(limit)
         with recorded.opened(self.run_dir) as connection:
             return [rollout_of(row) for row in connection.execute(query)][::-1]
 
@@ -170,7 +170,7 @@ class RolloutServer:
         self.store = store
         self._ending = "" if run_id is None else f".{run_id}"
         self._cursor: str | None = None
-        self._seen: set[str] = set()  # of the last page, which was not full
+        self._last_page: set[str] = set()  # rollout ids; empty where the page was full
 
     def newest(self, which: Which, limit: int) -> list[Rollout]:
         """See `RolloutSource`. The server lists from the oldest on, so all that fit are read, a page at a time."""
@@ -188,9 +188,9 @@ class RolloutServer:
         """See `RolloutSource`."""
         while True:
             rollouts, following = self.store.page(self._cursor, _PAGE)
-            fresh = (rollout for rollout in rollouts if rollout.rollout_id not in self._seen)
+            fresh = (rollout for rollout in rollouts if rollout.rollout_id not in self._last_page)
             yield from (rollout for rollout in fresh if rollout.rollout_id.endswith(self._ending))
-            self._seen = {rollout.rollout_id for rollout in rollouts} if following is None else set()
+            self._last_page = {rollout.rollout_id for rollout in rollouts} if following is None else set()
             if following is None:
                 return
             self._cursor = following

@@ -50,7 +50,7 @@ class GraphAgent(Agent):
         self.graph = graph
         self.config = dict(config or {})
         self.inputs = inputs or input_of
-        self.reward = reward or _told_reward
+        self.reward = reward or _reward_in
         self.user = user
         if unknown := sorted(set(self.config) - _CONFIG):
             raise GraphError(f"graph_config has {unknown}; LangGraph's config takes {sorted(_CONFIG)}")
@@ -137,7 +137,7 @@ def input_of(task: Any) -> Any:
     return dict(task)
 
 
-def _told_reward(task: Any, state: Any) -> float | None:
+def _reward_in(task: Any, state: Any) -> float | None:
     reward = state.get("reward") if isinstance(state, Mapping) else None
     return None if reward is None else finite(reward, "the state's reward")
 

@@ -24,7 +24,7 @@ class FirstPrompts:
 
     def __init__(self, loops: NamedLoops, renderer: Renderer) -> None:
         self._loops = loops
-        self._known = makers(loops.path)
+        self._makers = makers(loops.path)
         self._renderer = renderer
 
     def tokens(self, task: Any) -> int | None:
@@ -33,7 +33,7 @@ class FirstPrompts:
         Raises LoopTaskError for a task that no loop can begin with, and GatewayError for messages that the gateway
         would refuse.
         """
-        loop = self._known.get(name_of(task, self._loops.default))
+        loop = self._makers.get(name_of(task, self._loops.default))
         if loop not in (SingleTurnAgent, ToolAgent):
             return None
         fields: dict[str, Any] = {"model": "policy", "messages": messages_of(task)}

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from lightning_rl.config import given_keys
+from lightning_rl.config import changed_keys
 from lightning_rl.config.schema import Config
 from lightning_rl.memory.budget import Budget, budget
 from lightning_rl.memory.gpus import Hardware
@@ -38,7 +38,7 @@ class MemoryPlanner:
 
     def __init__(self, config: Config, model: Any, hardware: Hardware, beside: int = 0) -> None:
         self._config, self._model, self._hardware, self._beside = config, model, hardware, beside
-        self._given = given_keys(config)
+        self._changed_keys = changed_keys(config)
         self._traced: dict[str, TracedStep] = {}
         self._parameters = 0
 
@@ -66,7 +66,7 @@ class MemoryPlanner:
         """The changes that make the run fit; {}: it fits as it is; None: none of those known here do."""
         changes: Keys = {}
         for step in self._steps():
-            changes |= {key: value for key, value in step.items() if key not in self._given}
+            changes |= {key: value for key, value in step.items() if key not in self._changed_keys}
             config = self.config(changes)
             if self._least(config) < self._hardware.gpu.memory and self.budget(config).fits:
                 return self._tidied(changes)
@@ -93,7 +93,7 @@ class MemoryPlanner:
 
     def _takes_low_bit(self) -> bool:
         """Whether nothing that was chosen stands against the optimizer of torchao, whose keys go together."""
-        chosen = _LOW_BIT.keys() & self._given
+        chosen = _LOW_BIT.keys() & self._changed_keys
         return all(attrgetter(key)(self._config) == _LOW_BIT[key] for key in chosen)
 
     def _steps(self) -> Iterator[Keys]:

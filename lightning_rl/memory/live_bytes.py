@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, vocabulary: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._vocabulary = vocabulary
-        self._known: Any = WeakIdKeyDictionary()
+        self._sizes: Any = WeakIdKeyDictionary()
         self.now = 0
         self._logits = 0
         self._peak = Peak(0, 0)
@@ -55,10 +55,10 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def count(self, tensor: Tensor) -> None:
         """Count a tensor from now on."""
         storage = tensor.untyped_storage()
-        if storage in self._known:
+        if storage in self._sizes:
             return
         size, wide = storage.nbytes(), tensor.dim() > 1 and tensor.shape[-1] == self._vocabulary
-        self._known[storage] = size
+        self._sizes[storage] = size
         weakref.finalize(storage, self._died, size, wide)
         self.now += size
         self._logits += size * wide

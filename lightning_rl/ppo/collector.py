@@ -297,14 +297,14 @@ class Collector:
         stale = sum(reason == "stale" for _, reason in handed_over.left_out)
         if groups_left <= batch_size:
             handed_over.left_out += [(group, "surplus") for group in in_flight.cancel(_WAIT_SECONDS)]
-        trained = [trajectory for group in handed_over.taken for trajectory in self._without_greedy(group)]
+        trained = [trajectory for group in handed_over.groups for trajectory in self._without_greedy(group)]
         rolled_out, left_out = list(trained), dict[str, str]()
         for group, reason in handed_over.left_out:
             for trajectory in self._without_greedy(group):
                 self.ledger.exclude(trajectory, reason)
                 rolled_out.append(trajectory)
                 left_out[trajectory.rollout_id] = reason
-        self._state.batches_taken = -(-in_flight.asked // batch_size)
+        self._state.batches_taken = -(-in_flight.next_place // batch_size)
         ahead = {
             "schedule/groups_in_flight": float(len(in_flight)),
             "schedule/groups_queued": float(handed_over.queued),

@@ -107,7 +107,7 @@ class LocalWorkers:
         self._vision = vision
         self.roles = frozenset(roles)
         self._fills: dict[int, Callable[[nn.Module], None]] = {}  # by the model's identity
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._pad_id: int = policy.config.get_text_config().pad_token_id or 0
         parameter = next(policy.parameters())
         self._device = torch.device("cpu") if parameter.is_meta else parameter.device
@@ -350,8 +350,8 @@ class LocalWorkers:
 
     def _warn_once(self, warning: str) -> None:
         """The models of a run are of one kind, mostly."""
-        if warning not in self._told:
-            self._told.add(warning)
+        if warning not in self._warned:
+            self._warned.add(warning)
             _log.warning("%s", warning)
 
     def _made_forward(self, model: nn.Module, formats: Fsdp, vision: ModelVision | None, *, packed: bool) -> Forward:

@@ -215,7 +215,7 @@ class PolicyLearner:
                 rule = self.config.algorithm.filter_groups
                 metrics |= reporting.skipped(batch, self.run.step, rule, self.name)
             if plan and in_update:
-                metrics |= rollout_correction.found_in_update(batch, self.rules.correction)
+                metrics |= rollout_correction.update_metrics(batch, self.rules.correction)
         finally:  # an update that fails is looked into, too
             self.write_record([*step_batch.records(batch, plan), *others], before)
         models.actor.offload()

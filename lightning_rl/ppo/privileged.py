@@ -175,13 +175,13 @@ class PrivilegedRows:
             plain = self._renderer.render(root.messages, root.tools)
             if list(recorded[: len(plain)]) != plain:
                 return None
-            with_text = self._renderer.render(told_before(root.messages, text), root.tools)
+            with_text = self._renderer.render(messages_with_text(root.messages, text), root.tools)
         except GatewayError:
             return None
         return with_text + list(recorded[len(plain) :])  # what the answer must begin with
 
 
-def told_before(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
+def messages_with_text(messages: Sequence[Mapping[str, Any]], text: str) -> list[dict[str, Any]]:
     """The messages with `text` at the end of the first user message; without one it is a message behind the others."""
     copies = [dict(message) for message in messages]
     first = next((message for message in copies if message["role"] == "user"), None)

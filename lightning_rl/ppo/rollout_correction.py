@@ -113,7 +113,7 @@ def differences(sequences: Sequence[TrainingSequence], own: Sequence[NDArray[np.
     return {"training/rollout_probs_diff_max": largest, "training/rollout_probs_diff_mean": mean}
 
 
-def found_in_update(batch: StepBatch, rules: CorrectionRules) -> dict[str, float]:
+def update_metrics(batch: StepBatch, rules: CorrectionRules) -> dict[str, float]:
     """The metrics of a batch whose old log probabilities its update has found; `rules` correct nothing."""
     sequences = batch.sequences
     return differences(sequences, [_old(sequence) for sequence in sequences]) | correct(batch, rules)

@@ -95,10 +95,10 @@ def teach(
             + ", ".join(f"{name}: key={each.key}, agents={each.agents}" for name, each in named.items())
         )
     if config.distillation.without_rewards:
-        places_by_id = None if privileged is None else _told_more(rows)
+        places_by_id = None if privileged is None else _places_of(rows)
         for part in batch.parts:
             if away:
-                unasked = [~_asked(each, teacher_of, places_by_id) for each in part.sequences]
+                unasked = [~_with_teacher(each, teacher_of, places_by_id) for each in part.sequences]
                 not_away = [_known(each) | other for each, other in zip(part.sequences, unasked, strict=True)]
                 part.keep(not_away, "teacher_away")
             part.keep([_known(each) for each in part.sequences], "untaught")
@@ -128,7 +128,7 @@ def _known(sequence: TrainingSequence) -> NDArray[np.bool_]:
     return ~np.isnan(sequence.teacher_log_probs)
 
 
-def _asked(
+def _with_teacher(
     sequence: TrainingSequence, teacher_of: TeacherOf, places_by_id: Mapping[int, Sequence[NDArray[np.int64]]] | None
 ) -> NDArray[np.bool_]:
     """About which trained tokens [K] a teacher was asked; `places_by_id` are those before which it was told more, by
@@ -144,7 +144,7 @@ def _asked(
     return mask
 
 
-def _told_more(rows: Sequence[TeacherRow]) -> dict[int, list[NDArray[np.int64]]]:
+def _places_of(rows: Sequence[TeacherRow]) -> dict[int, list[NDArray[np.int64]]]:
     """Where the tokens stand in their sequence, by its id."""
     places_by_id: dict[int, list[NDArray[np.int64]]] = {}
     for row in rows:

@@ -22,19 +22,19 @@ class TokenLedger:
     def __init__(self, account: TokenAccount, store: RunStore) -> None:
         self.account = account
         self._store = store
-        self._asked: set[str] = set()  # and not entered yet
+        self._pending: set[str] = set()  # rollouts that are asked for, and not entered yet
         self._ended: dict[str, Mapping[str, int]] = {}  # of these: what each attempt recorded
         self._entered: dict[str, Mapping[str, int]] = {}  # since the last check: what each attempt recorded
         self._checked: set[str] = set()  # entered before that
 
     def ask(self, rollout_ids: Iterable[str]) -> None:
         """Take note of rollouts that are asked for: their tokens are pending until they are entered."""
-        self._asked.update(rollout_ids)
+        self._pending.update(rollout_ids)
 
     def hold(self, trajectory: Trajectory) -> None:
         """Take note of a rollout that has ended, and is entered later: an attempt of it whose gateway is gone counts as
         pending with what it recorded."""
-        if trajectory.rollout_id in self._asked:
+        if trajectory.rollout_id in self._pending:
             self._ended[trajectory.rollout_id] = trajectory.recorded_tokens
 
     def enter(self, batch: StepBatch) -> None:
@@ -60,21 +60,21 @@ class TokenLedger:
         Raises ConservationError naming the rollouts whose records are not what engines handed over, and those that were
         asked for and are neither entered nor `in_flight`.
         """
-        if forgotten := sorted(self._asked.difference(in_flight)):
+        if forgotten := sorted(self._pending.difference(in_flight)):
             raise ConservationError(f"rollouts were neither trained nor excluded, and are not in flight: {forgotten}")
-        counted = self._store.tokens_of(sorted([*self._asked, *self._entered]))
+        counted = self._store.tokens_of(sorted([*self._pending, *self._entered]))
         wrong = self._receive(counted)
-        pending = sum(self._handed_over(each) for each in counted.values() if each.rollout_id in self._asked)
+        pending = sum(self._handed_over(each) for each in counted.values() if each.rollout_id in self._pending)
         pending += sum(_of_others(recorded, counted) for recorded in self._ended.values())
         try:
             return self.account.check(pending)
         except ConservationError as error:
-            error.add_note(_whose_tokens(wrong))
+            error.add_note(_cause_of_loss(wrong))
             raise
 
     def _settle(self, trajectory: Trajectory) -> None:
         """A rollout is entered: its tokens are no longer pending. What was entered before is not received again."""
-        self._asked.discard(trajectory.rollout_id)
+        self._pending.discard(trajectory.rollout_id)
         self._ended.pop(trajectory.rollout_id, None)
         if trajectory.rollout_id not in self._checked and trajectory.rollout_id not in self._entered:
             self._entered[trajectory.rollout_id] = trajectory.recorded_tokens
@@ -145,7 +145,7 @@ def _of_others(recorded: Mapping[str, int], counted: Mapping[str, AttemptTokens]
     return sum(tokens for attempt_id, tokens in recorded.items() if attempt_id not in counted)
 
 
-def _whose_tokens(wrong: list[str]) -> str:
+def _cause_of_loss(wrong: list[str]) -> str:
     """Which rollouts do not hold the tokens that gateways counted for them."""
     if wrong:
         return f"these rollouts do not hold what engines handed over for them: {', '.join(wrong)}"

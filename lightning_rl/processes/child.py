@@ -45,15 +45,15 @@ class Child:
     """`python -m module` with its own process group; `name` is what messages call it.
 
     It is made without a process, so that `start` can stand in a block that ends with `stop`: an interrupt in between
-    finds nothing that nobody owns. `told` collects what the child told, by name; `heard` is called after each line of
-    it, and when there will be no more, in the thread that listens.
+    finds nothing that nobody owns. `reported` collects what the child told, by name; `heard` is called after each line
+    of it, and when there will be no more, in the thread that listens.
     """
 
     def __init__(
         self, module: str, *, name: str, log: Path, first: bytes = b"", heard: Callable[[], None] = lambda: None
     ) -> None:
         self.name = name
-        self.told: dict[str, Any] = {}
+        self.reported: dict[str, Any] = {}
         self._module = module
         self._log = log
         self._first = first
@@ -105,17 +105,17 @@ class Child:
             raise self.died()
         return line
 
-    def wait_until_told(self, name: str, refused: Callable[[str], Exception]) -> str:
+    def wait_for(self, name: str, refused: Callable[[str], Exception]) -> str:
         """What it tells by that name once it works; listens from then on.
 
         Raises what `refused` makes of its `error`, where it tells one, and ChildDied when it ends without either.
         """
-        while name not in self.told:
+        while name not in self.reported:
             self.hear(self.next_line())
-            if "error" in self.told:
-                raise refused(self.told["error"])
+            if "error" in self.reported:
+                raise refused(self.reported["error"])
         self.listen()
-        return str(self.told[name])
+        return str(self.reported[name])
 
     def listen(self) -> None:
         """Hear what else the child tells, in a thread of its own."""
@@ -132,7 +132,7 @@ class Child:
         self._heard()
 
     def hear(self, line: bytes) -> None:
-        """Take in what the child told: an alarm is warned of, the rest is put into `told`."""
+        """Take in what the child told: an alarm is warned of, the rest is put into `reported`."""
         try:
             message = msgspec.json.decode(line, type=dict[str, Any])
         except msgspec.DecodeError:  # a library that prints
@@ -140,7 +140,7 @@ class Child:
             return
         if "alarm" in message:
             _log.warning("%s: %s", self.name, message["alarm"])
-        self.told.update(message)
+        self.reported.update(message)
 
     def check(self) -> None:
         """Raises ChildDied, with the end of its log, when the child has ended."""

@@ -9,7 +9,7 @@ ADMIN_KEY, RUNNER_KEY = "LIGHTNING_RL_ADMIN_KEY", "LIGHTNING_RL_RUNNER_KEY"  # w
 SHORTEST = 16  # characters, beyond the loopback
 
 
-def taken_from_environment(name: str) -> str:
+def pop_from_environment(name: str) -> str:
     """The value of a variable, "" where it is not set; afterwards neither this process nor its children have it.
 
     `/proc/PID/environ` shows the memory in which the process was given its variables, whatever became of them: what

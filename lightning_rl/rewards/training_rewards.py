@@ -14,7 +14,7 @@ from lightning_rl.rewards.finished import finished_rollout
 from lightning_rl.rewards.grading import before_grading, from_config, grade, graded_before, late_rewards
 from lightning_rl.rewards.reward_model import RewardModel
 from lightning_rl.store.contract import RolloutTrace
-from lightning_rl.store.rewards import given_late
+from lightning_rl.store.rewards import with_late_rewards
 from lightning_rl.store.run_store import RunStore
 
 
@@ -67,7 +67,7 @@ class Grader:
             {(rollout_id, attempts[rollout_id]): reward_list for rollout_id, reward_list in late.items()}
         )
         return [
-            given_late(trace, late[trace.rollout.rollout_id]) if trace.rollout.rollout_id in late else trace
+            with_late_rewards(trace, late[trace.rollout.rollout_id]) if trace.rollout.rollout_id in late else trace
             for trace in traces
         ]
 

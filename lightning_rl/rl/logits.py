@@ -134,26 +134,26 @@ class _Chunked(torch.autograd.Function):
         gradient = gradient_of_logits(
             logits,
             rows,
-            Asked(targets, temperature, candidates, entropies),
+            Saved(targets, temperature, candidates, entropies),
             Upstream(of_chosen, of_entropies, of_candidates),
             at_once=ctx.at_once,
         )
         return gradient, None, None, None, None, None, None
 
 
-class Asked(NamedTuple):
-    """Of K tokens: ids int64 [K], temperatures [K], other tokens int64 [K, C] or None, and the entropies [K] of their
-    distributions (empty where they were not asked for)."""
+class Saved(NamedTuple):
+    """What a forward pass saves of K tokens: ids int64 [K], temperatures [K], other tokens int64 [K, C] or None, and
+    the entropies [K] of their distributions (empty where they were not asked for)."""
 
     targets: Tensor
     temperature: Tensor
     candidates: Tensor | None
     entropies: Tensor
 
-    def part(self, part: slice) -> "Asked":
+    def part(self, part: slice) -> "Saved":
         """Those of some tokens."""
         candidates = None if self.candidates is None else self.candidates[part]
-        return Asked(self.targets[part], self.temperature[part], candidates, self.entropies[part])
+        return Saved(self.targets[part], self.temperature[part], candidates, self.entropies[part])
 
 
 class Upstream(NamedTuple):
@@ -193,11 +193,11 @@ def of_tokens(
     return chosen, entropies, of_candidates
 
 
-def gradient_of_logits(logits: Tensor, rows: Tensor, asked: Asked, upstream: Upstream, *, at_once: int) -> Tensor:
+def gradient_of_logits(logits: Tensor, rows: Tensor, saved: Saved, upstream: Upstream, *, at_once: int) -> Tensor:
     """The gradient by `logits` [N, V], in their number format."""
     gradient = torch.zeros_like(logits)
     for part in parts(len(rows), at_once):
-        of, above = asked.part(part), upstream.part(part)
+        of, above = saved.part(part), upstream.part(part)
         log_probs = _log_softmax(logits, rows[part], of.temperature)
         probs = log_probs.exp()
         own = torch.zeros_like(probs)

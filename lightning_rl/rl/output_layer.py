@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
-from lightning_rl.rl.logits import CHUNK, Asked, Upstream, gradient_of_logits, of_tokens, parts, top_log_probs
+from lightning_rl.rl.logits import CHUNK, Saved, Upstream, gradient_of_logits, of_tokens, parts, top_log_probs
 
 ROWS_CHUNK = 2**25  # logits that are there at once: 128 MiB of float32; fewer would read the weights too often
 _BLOCK = 2**25  # numbers of the layer's gradient that are computed at once, where they are then cast
@@ -169,8 +169,8 @@ class _OfStates(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         states, weight, bias, targets, temperature, candidates, entropies = ctx.saved_tensors
         ready = Layer(weight, bias, ctx.behind, ctx.dtype).cast()
-        asked, upstream = (
-            Asked(targets, temperature, candidates, entropies),
+        saved, upstream = (
+            Saved(targets, temperature, candidates, entropies),
             Upstream(of_chosen, of_entropies, of_candidates),
         )
         exact = torch.promote_types(weight.dtype, torch.float32)
@@ -181,7 +181,7 @@ class _OfStates(torch.autograd.Function):
             own = states[part].to(ready.weight.dtype)
             logits = ready.logits(own)
             rows = torch.arange(len(logits), device=logits.device)
-            gradient = gradient_of_logits(logits, rows, asked.part(part), upstream.part(part), at_once=ctx.inner)
+            gradient = gradient_of_logits(logits, rows, saved.part(part), upstream.part(part), at_once=ctx.inner)
             gradient = ready.behind.backward(gradient, logits)
             if by_states is not None:
                 by_states[part] = gradient.mm(ready.weight)

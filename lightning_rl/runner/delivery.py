@@ -39,7 +39,7 @@ class SpanDelivery:
         waiting = deque(_requests(emitted))
         while waiting:
             together = waiting.popleft()
-            accepted = self._taken(together)
+            accepted = self._send(together)
             if accepted:
                 continue
             if accepted is None:
@@ -54,7 +54,7 @@ class SpanDelivery:
             message = "%d of the %d spans that rollout %s emitted did not reach the server"
             _log.warning(message, number, sum(each.number for name, each in emitted if name == rollout_id), rollout_id)
 
-    def _taken(self, together: Sequence[SpansOf]) -> bool | None:
+    def _send(self, together: Sequence[SpansOf]) -> bool | None:
         """Whether the server takes these; None where it does not say so in time."""
         # Messages of protobuf whose fields are lists are joined by writing one behind the other.
         body = gzip.compress(b"".join(batch.otlp for _, batch in together), compresslevel=1)

@@ -119,7 +119,7 @@ class _InProcess:
             returned = await awaitable
         except BaseException as error:  # noqa: BLE001 - as above; nothing may end the loop, which others run in
             if self._stopped and isinstance(error, asyncio.CancelledError):
-                self.where = _told(traceback.extract_tb(error.__traceback__))
+                self.where = _agent_stack(traceback.extract_tb(error.__traceback__))
             failed = error
             self._runs.spawn(lambda: self._end(outcome.of_error, failed))
         else:
@@ -138,10 +138,10 @@ class _InProcess:
 
 def _stack_of(thread: int | None) -> str:
     frame = None if thread is None else sys._current_frames().get(thread)
-    return "" if frame is None else _told(traceback.extract_stack(frame))
+    return "" if frame is None else _agent_stack(traceback.extract_stack(frame))
 
 
-def _told(stack: traceback.StackSummary) -> str:
+def _agent_stack(stack: traceback.StackSummary) -> str:
     """The agent's part of it."""
     runner_entries = [number for number, entry in enumerate(stack) if entry.filename in _OURS]
     agent_entries = traceback.StackSummary.from_list(stack[runner_entries[-1] + 1 :] if runner_entries else stack)

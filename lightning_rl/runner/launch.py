@@ -66,7 +66,7 @@ class Working:
     @property
     def finished(self) -> bool:
         """Whether a rollout has ended in a process that takes them now."""
-        return any("finished" in runner.child.told for runner in self._runners)
+        return any("finished" in runner.child.reported for runner in self._runners)
 
     @property
     def done(self) -> bool:
@@ -86,7 +86,7 @@ class _RunnerChild:
     def __init__(self, name: str, payload: Payload, log: Path, changed: Callable[[], None]) -> None:
         # Each process has a worker id of its own, so that the claims of a dead one are told from everybody else's.
         self.worker_id = f"{name.replace(' ', '-')}-{secrets.token_hex(4)}"
-        self.given = payload["slots"]
+        self.slots = payload["slots"]
         frame = pickle.dumps(payload | {"worker_id": self.worker_id})
         self.child = Child(
             "lightning_rl.runner.process", name=name, log=log, first=LENGTH.pack(len(frame)) + frame, heard=changed
@@ -95,11 +95,11 @@ class _RunnerChild:
     @property
     def held(self) -> int:
         """The slots that it has not freed."""
-        return self.given - int(self.child.told.get("freed", 0))
+        return self.slots - int(self.child.reported.get("freed", 0))
 
     @property
     def retires(self) -> bool:
-        return "freed" in self.child.told
+        return "freed" in self.child.reported
 
     @property
     def ended(self) -> bool:
@@ -107,7 +107,7 @@ class _RunnerChild:
 
     def give(self, slots: int) -> None:
         """Let it run more at once."""
-        self.given += slots
+        self.slots += slots
         self.child.write(ONE_MORE_SLOT * slots)
 
 
@@ -119,7 +119,7 @@ class _Runner:
         self._payload = payload
         self._log = log
         self._store = store
-        self._left = payload["most"]
+        self._remaining = payload["most"]
         self._in_vain = 0
         self._lock = threading.RLock()
         self._stopped = False
@@ -145,7 +145,7 @@ class _Runner:
     @property
     def done(self) -> bool:
         """Whether the rollouts that it was to run have ended."""
-        return self._left is not None and self._left <= 0
+        return self._remaining is not None and self._remaining <= 0
 
     def start(self) -> None:
         """Start the process, and the thread that follows it."""
@@ -174,9 +174,9 @@ class _Runner:
         with self._lock:
             if self.done or not self._present.ended:
                 return
-            if self._left is not None:
+            if self._remaining is not None:
                 self._present.child.stop()  # it has told all that it had to tell
-                self._left -= int(self._present.child.told.get("ended", 0))
+                self._remaining -= int(self._present.child.reported.get("ended", 0))
                 if self.done:
                     return
                 if self._present.retires and self._present.child.process.returncode == 0:
@@ -187,14 +187,14 @@ class _Runner:
                 self._replace()
                 return
             died = self.child.died()
-            if "started" not in self.child.told:
+            if "started" not in self.child.reported:
                 raise died
-            self._in_vain = 0 if "finished" in self.child.told else self._in_vain + 1
+            self._in_vain = 0 if "finished" in self.child.reported else self._in_vain + 1
             if self._in_vain > _RESTARTS:
                 raise ChildDied(f"a runner died {self._in_vain} times and no rollout ended meanwhile: {died}")
             ended = self._lose_claims(self._present)
-            if self._left is not None:
-                self._left -= ended
+            if self._remaining is not None:
+                self._remaining -= ended
             if self.done:
                 _log.warning("a runner died, and with it the last try of its last rollout%s. %s", self._hint(), died)
                 return
@@ -206,7 +206,7 @@ class _Runner:
         return " (lower n_runners, or what the agent holds, where memory runs out)" if killed else ""
 
     def _made(self, slots: int) -> _RunnerChild:
-        payload = Payload(**(self._payload | {"slots": slots, "most": self._left}))
+        payload = Payload(**(self._payload | {"slots": slots, "most": self._remaining}))
         return _RunnerChild(self._name, payload, self._log, self._changed.set)
 
     def _start(self) -> None:
@@ -231,7 +231,9 @@ class _Runner:
 
     def _replace(self) -> None:
         """Let another process follow one that retires, and have what such a one has freed."""
-        if self._present.retires and self._left is None:  # else what is left is known only when it has ended: `check`
+        if (
+            self._present.retires and self._remaining is None
+        ):  # else what is left is known only when it has ended: `check`
             self._warn_of_hanging()
             self._retiring.append(self._present)
             self._next()
@@ -240,7 +242,7 @@ class _Runner:
             process.child.stop()
             if process.child.process.returncode != 0:
                 self._lose_claims(process)
-        more = self._share() - self._present.given
+        more = self._share() - self._present.slots
         if more > 0:
             self._present.give(more)
 

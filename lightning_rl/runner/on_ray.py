@@ -58,7 +58,7 @@ def _ray() -> Any:
     return ray
 
 
-class Seen(NamedTuple):
+class ActorReport(NamedTuple):
     """What an actor says of itself: where it is, under which names it claims, whether a rollout has ended there."""
 
     host: str
@@ -83,12 +83,12 @@ class Host:
             )
         )
 
-    def check(self) -> Seen:
+    def check(self) -> ActorReport:
         """Start anew what has died here. Raises ChildDied when that is of no use."""
         ray = _ray()
         self._working.check()
         host = ray.util.get_node_ip_address()
-        return Seen(host, self._log_dir, self._working.worker_ids, self._working.finished)
+        return ActorReport(host, self._log_dir, self._working.worker_ids, self._working.finished)
 
     def stop(self) -> None:
         """Give back what runs, and end the processes."""
@@ -108,7 +108,7 @@ class _Seat:
 
     def _sit(self) -> None:
         self.actor = self._remote.remote(self.name, *self._arguments)
-        self.seen: Seen | None = None
+        self.report: ActorReport | None = None
         self._answer = self.actor.check.remote()
         self._since, self._warned = time.monotonic(), False
 
@@ -120,7 +120,7 @@ class _Seat:
             self._warn_of_no_place()
             return
         try:
-            report: Seen = ray.get(self._answer)
+            report: ActorReport = ray.get(self._answer)
         except ray.exceptions.ActorUnavailableError:  # it may be there again
             pass
         except ray.exceptions.RayActorError as error:
@@ -129,27 +129,27 @@ class _Seat:
         except ray.exceptions.RayTaskError as error:
             raise ChildDied(f"{self.name}, on Ray: {error.cause}") from error
         else:
-            if self.seen is None:
+            if self.report is None:
                 _log.info("%s is on %s; its logs are in %s there", self.name, report.host, report.log_dir)
-            self.seen = report
+            self.report = report
         self._answer = self.actor.check.remote()
 
     def lose_claims(self) -> None:
         """Let what it ran be retried now."""
-        if self.seen is None:
+        if self.report is None:
             return
         try:
-            self._store.workers_died(self.seen.worker_ids)
+            self._store.workers_died(self.report.worker_ids)
         except StoreError as error:
             _log.warning("the rollouts of %s are retried only when their leases are over: %s", self.name, error)
 
     def _replace(self, error: Exception) -> None:
-        self._in_vain = 0 if self.seen is not None and self.seen.finished else self._in_vain + 1
+        self._in_vain = 0 if self.report is not None and self.report.finished else self._in_vain + 1
         if self._in_vain > _RESTARTS:
             raise ChildDied(
                 f"{self.name}, on Ray, died {self._in_vain} times and no rollout ended meanwhile: {error}"
             ) from error
-        where = "" if self.seen is None else f" on {self.seen.host}"
+        where = "" if self.report is None else f" on {self.report.host}"
         _log.warning(
             "%s%s is gone; its rollouts are retried, and another actor takes its place: %s", self.name, where, error
         )
@@ -157,14 +157,14 @@ class _Seat:
         self._sit()
 
     def _warn_of_no_place(self) -> None:
-        if self.seen is not None or self._warned or time.monotonic() < self._since + _PLACED_SECONDS:
+        if self.report is not None or self._warned or time.monotonic() < self._since + _PLACED_SECONDS:
             return
         ray = _ray()
         self._warned = True
         _log.warning(
             "%s waits for a place: it asks for %s, and the cluster has %s in all",
             self.name,
-            self._remote.asked,
+            self._remote.resources,
             ray.cluster_resources(),
         )
 
@@ -183,7 +183,7 @@ class Hosts:
     def stop(self) -> None:
         """Let all give back what runs, and end them."""
         ray = _ray()
-        answers = [seat.actor.stop.remote() for seat in self._seats if seat.seen is not None]
+        answers = [seat.actor.stop.remote() for seat in self._seats if seat.report is not None]
         if answers:
             ray.wait(answers, num_returns=len(answers), timeout=_STOP_SECONDS)
         for seat in self._seats:
@@ -196,7 +196,7 @@ class _Remote:
 
     def __init__(self, actors: RayActors) -> None:
         ray = _ray()
-        self.asked = asked(actors)
+        self.resources = resources_of(actors)
         self._actor = ray.remote(Host).options(
             num_cpus=actors.num_cpus,
             num_gpus=actors.num_gpus,
@@ -211,24 +211,24 @@ class _Remote:
 
 @contextmanager
 def launch(
-    n_runners: int, agent: Agent, urls: Sequence[str], key: str, *, given: RayActors, isolation: Isolation = "thread"
+    n_runners: int, agent: Agent, urls: Sequence[str], key: str, *, actors: RayActors, isolation: Isolation = "thread"
 ) -> Iterator[Hosts]:
     """Up to `n_runners` concurrent rollouts in actors, while the block runs; in processes as many as an actor has CPUs.
     Of several servers each actor takes the rollouts of one, in turn.
 
-    A Ray that the program has connected to is used as it is; else `given.address` says which. Raises NoRay, NoCluster,
+    A Ray that the program has connected to is used as it is; else `actors.address` says which. Raises NoRay, NoCluster,
     OutOfReach where the cluster has other machines and one of `urls` is this machine's own, and ValueError for fewer
     actors than servers.
     """
-    own = given.address == "local"
+    own = actors.address == "local"
     own_ray.prepare(own=own)
     ray = _ray()
     with ExitStack() as parts:
         if not ray.is_initialized():
             try:
-                ray.init(**(own_ray.OPTIONS if own else {"address": given.address}))
+                ray.init(**(own_ray.OPTIONS if own else {"address": actors.address}))
             except ConnectionError as error:
-                raise NoCluster(f"rollout.agent.ray.address={given.address}: {error}") from error
+                raise NoCluster(f"rollout.agent.ray.address={actors.address}: {error}") from error
             parts.callback(ray.shutdown)
         nodes = [node for node in ray.nodes() if node["Alive"]]
         stores, payloads, travelling = [], [], pickled(agent)
@@ -237,8 +237,8 @@ def launch(
             stores.append(HttpStore(url, key, connections=1, patience_seconds=0))
             parts.callback(stores[-1].close)
             payloads.append(payload_of(travelling, url, key, isolation=isolation))
-        remote = _Remote(given)
-        slots = seats(given, n_runners, [node["Resources"] for node in nodes], servers=len(urls))
+        remote = _Remote(actors)
+        slots = seats(actors, n_runners, [node["Resources"] for node in nodes], servers=len(urls))
         served = itertools.cycle(zip(payloads, stores, strict=True))
         hosts = Hosts(
             [
@@ -250,9 +250,9 @@ def launch(
         yield hosts
 
 
-def asked(given: RayActors) -> dict[str, float]:
+def resources_of(actors: RayActors) -> dict[str, float]:
     """What one actor holds, by Ray's names."""
-    held = {"CPU": given.num_cpus, "GPU": given.num_gpus, **(given.resources or {})}
+    held = {"CPU": actors.num_cpus, "GPU": actors.num_gpus, **(actors.resources or {})}
     return {name: amount for name, amount in held.items() if amount}
 
 
@@ -264,17 +264,17 @@ def room(nodes: Sequence[Mapping[str, float]], need: Mapping[str, float]) -> int
 
 
 def seats(
-    given: RayActors, n_runners: int, nodes: Sequence[Mapping[str, float]], *, servers: int = 1
+    actors: RayActors, n_runners: int, nodes: Sequence[Mapping[str, float]], *, servers: int = 1
 ) -> list[list[int]]:
     """The slots of each process of each actor; `nodes` are the resources of the machines. Each of the servers has an
     actor, for which there may be no room yet. Raises ValueError where the configuration says otherwise."""
-    if given.num_actors is not None and given.num_actors < servers:
+    if actors.num_actors is not None and actors.num_actors < servers:
         raise ValueError(
-            f"rollout.agent.ray.num_actors={given.num_actors} leaves one of {servers} servers without an actor: set it "
-            f"to {servers} or more, or leave it out"
+            f"rollout.agent.ray.num_actors={actors.num_actors} leaves one of {servers} servers without an actor: set "
+            f"it to {servers} or more, or leave it out"
         )
-    actors = given.num_actors or max(servers, room(nodes, asked(given)))
-    return [shares(slots, max(1, int(given.num_cpus))) for slots in shares(n_runners, actors)]
+    count = actors.num_actors or max(servers, room(nodes, resources_of(actors)))
+    return [shares(slots, max(1, int(actors.num_cpus))) for slots in shares(n_runners, count)]
 
 
 def check_reach(url: str, addresses: Sequence[str], *, here: str) -> None:

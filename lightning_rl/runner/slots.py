@@ -31,7 +31,7 @@ class Slots:
     ) -> None:
         self._changed = threading.Condition()
         self._free = self._all = number
-        self._freed = self._taken = self._ended = 0
+        self._freed = self._begun = self._ended = 0
         self._most = most
         self._retired = self._closed = False
         self._tell_freed = freed
@@ -61,18 +61,18 @@ class Slots:
                 pass
             if self._retired or self._closed:
                 return 0
-            remaining = self._free if self._most is None else self._most - self._taken
+            remaining = self._free if self._most is None else self._most - self._begun
             share = self._free if self._free <= self._all // 4 else (self._free + 1) // 2
             number = min(most, share, remaining)
             self._free -= number
-            self._taken += number
+            self._begun += number
             return number
 
     def put_back(self, number: int = 1) -> None:
         """There was no rollout for so many that were taken."""
         if number:
             with self._changed:
-                self._taken -= number
+                self._begun -= number
                 self._return(number)
 
     def give_back(self, *, ended: bool = True) -> None:
@@ -82,7 +82,7 @@ class Slots:
                 self._ended += 1
                 self._tell_ended(self._ended)
             else:
-                self._taken -= 1
+                self._begun -= 1
             last = ended and self._ended == self._most
             self._return(1)
         if last:
@@ -111,7 +111,7 @@ class Slots:
             self._changed.notify_all()
 
     def _may_take(self) -> bool:
-        return self._free > 0 and (self._most is None or self._taken < self._most)
+        return self._free > 0 and (self._most is None or self._begun < self._most)
 
     def _return(self, number: int) -> None:
         self._changed.notify_all()

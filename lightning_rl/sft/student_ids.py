@@ -57,7 +57,7 @@ class StudentFormat:
             tools = call.tools if parent is None else parent.tools
             messages = [*before, *call.messages]
             try:
-                one = self._asked(call, parent, messages, tools)
+                one = self._written_call(call, parent, messages, tools)
             except NotWritten as error:
                 written.why_not[call.call_id] = str(error)
                 one = _WrittenCall([*messages, *call.answer[:1]], tools)
@@ -67,7 +67,7 @@ class StudentFormat:
                 written.as_sampled += one.recorded
         return written
 
-    def _asked(
+    def _written_call(
         self,
         call: TracedCall,
         parent: _WrittenCall | None,
@@ -80,7 +80,7 @@ class StudentFormat:
         if not call.answer and not call.response_token_ids:
             raise NotWritten("no_answer")
         conversation = [*messages, *call.answer[:1]]
-        if self._was_asked_so(call, parent, messages, tools):
+        if self._has_own_ids(call, parent, messages, tools):
             return _WrittenCall(conversation, tools, call.prompt_token_ids, call.response_token_ids, recorded=True)
         if call.dialect == _RAW:
             raise NotWritten("raw_prompt")
@@ -92,7 +92,7 @@ class StudentFormat:
         answer = answer_ids(self._renderer, messages, call.answer[0], tools, ended=ended)
         return _WrittenCall(conversation, tools, self._prompt(call, parent, messages, tools), answer)
 
-    def _was_asked_so(
+    def _has_own_ids(
         self,
         call: TracedCall,
         parent: _WrittenCall | None,

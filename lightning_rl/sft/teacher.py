@@ -46,7 +46,7 @@ class TeacherBaseline(Baseline):
         return Endpoint(model=str(self.model), tokenizer=None, renderer=self.renderer, engines=frozen)
 
     @property
-    def asked(self) -> str:
+    def gateway_name(self) -> str:
         """The name by which the gateway knows the model."""
         return str(self.model) if self.policy is None else self.policy.name
 

@@ -105,7 +105,7 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     rewards: dict[str, float] = {}
     error: ErrorInfo | None = None
 
-    def asked_for(self) -> RolloutRequest:
+    def as_request(self) -> RolloutRequest:
         """What it was asked for with."""
         return RolloutRequest(**{name: getattr(self, name) for name in RolloutRequest.__struct_fields__})
 

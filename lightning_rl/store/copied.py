@@ -90,7 +90,7 @@ def _resources_row(resources: Resources) -> dict[str, Any]:
 
 
 def _rollout_row(rollout: Rollout) -> dict[str, Any]:
-    return _columns(schema.rollouts, rollout) | {"request": body_of(rollout.asked_for())}
+    return _columns(schema.rollouts, rollout) | {"request": body_of(rollout.as_request())}
 
 
 def _attempt_row(attempt: Attempt) -> dict[str, Any]:

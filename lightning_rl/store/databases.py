@@ -124,13 +124,13 @@ def _without_passwords(url: sa.URL) -> str:
     return url.update_query_dict(hidden).render_as_string(hide_password=True)
 
 
-def _said(error: sa.exc.DBAPIError) -> str:
+def _first_line(error: sa.exc.DBAPIError) -> str:
     return str(error.orig).strip().partition("\n")[0]
 
 
 def _held(place: str, error: sa.exc.DBAPIError) -> StoreUnwritable:
     return StoreUnwritable(
-        f"the store {place} was held by another process for {_LOCK_SECONDS} s ({_said(error)}): wait until "
+        f"the store {place} was held by another process for {_LOCK_SECONDS} s ({_first_line(error)}): wait until "
         "that has upgraded it, or end it"
     )
 
@@ -391,7 +391,7 @@ class Postgres:
         return error.connection_invalidated and not committing and tried == 1
 
     def _refusal(self, error: sa.exc.DBAPIError, *, committing: bool) -> Exception:
-        text = _said(error)
+        text = _first_line(error)
         if isinstance(error, sa.exc.DataError):
             return Invalid(f"the store {self.place} cannot hold this ({text}): change it")
         if error.connection_invalidated and committing:

@@ -225,7 +225,7 @@ def check_running(row: sa.Row[Any]) -> None:
         raise Conflict(f"attempt {row.attempt_id} of rollout {row.rollout_id} is no longer yours: {ended}")
 
 
-def found_attempts(connection: sa.Connection, places: Sequence[tuple[str, str]]) -> list[sa.Row[Any]]:
+def existing_attempt_rows(connection: sa.Connection, places: Sequence[tuple[str, str]]) -> list[sa.Row[Any]]:
     """The rows of those of the attempts, by rollout and attempt id, that are there; in any order."""
     place_set = set(places)
     return [
@@ -243,7 +243,7 @@ def attempt_rows(connection: sa.Connection, places: Sequence[tuple[str, str]]) -
         NotFound: one of them is not there.
         Invalid: one is named twice.
     """
-    by_place = {(row.rollout_id, row.attempt_id): row for row in found_attempts(connection, places)}
+    by_place = {(row.rollout_id, row.attempt_id): row for row in existing_attempt_rows(connection, places)}
     for (rollout_id, attempt_id), times in Counter(places).items():
         if (rollout_id, attempt_id) not in by_place:
             raise NotFound(f"there is no attempt {attempt_id} of rollout {rollout_id}")

@@ -75,7 +75,7 @@ def with_late(named: Mapping[str, float], late: Iterable[Reward]) -> dict[str, f
     return {**named, **rewards_by_name(late, {})}
 
 
-def given_late(trace: RolloutTrace, late: Sequence[Reward]) -> RolloutTrace:
+def with_late_rewards(trace: RolloutTrace, late: Sequence[Reward]) -> RolloutTrace:
     """The trace of a rollout as the store has it when its counting attempt was given late rewards with new ids. The
     rewards of one that has none are as they are."""
     counting = trace.counting

@@ -24,7 +24,7 @@ class Instance:
         self.tool = tool
         self._kwargs = dict(create_kwargs)
         self._creation: asyncio.Task[tuple[str, ToolResponse]] | None = None
-        self._said: ToolResponse | None = None
+        self._response: ToolResponse | None = None
 
     async def id(self) -> str:
         """The instance id, created now if this is the first use; a creation that failed is tried again.
@@ -38,7 +38,7 @@ class Instance:
 
     def greeting(self) -> ToolResponse | None:
         """What `create` said, the first time it is asked for."""
-        response, self._said = self._said, None
+        response, self._response = self._response, None
         return response
 
     async def release(self) -> None:
@@ -74,7 +74,7 @@ class Instance:
         instance_id, response = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
         if not isinstance(instance_id, str):
             raise TypeError(f"create returned {value!r}; it returns (instance id, ToolResponse)")
-        self._said = response if isinstance(response, ToolResponse) and not response.is_empty() else None
+        self._response = response if isinstance(response, ToolResponse) and not response.is_empty() else None
         return instance_id, response or ToolResponse()
 
     def _passed(self) -> dict[str, Any]:

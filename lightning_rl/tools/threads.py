@@ -27,11 +27,11 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
         try:
             result = context.run(function, *args, **kwargs)
         except StopIteration as error:  # which a future cannot hold
-            job.set_exception(_told(error))
+            job.set_exception(_as_runtime_error(error))
         except Exception as error:  # noqa: BLE001 - it is raised where the result is awaited
             job.set_exception(error)
         except BaseException as error:  # noqa: BLE001 - sys.exit() in it must not end the event loop
-            job.set_exception(_told(error))
+            job.set_exception(_as_runtime_error(error))
         else:
             job.set_result(result)
 
@@ -39,7 +39,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return await asyncio.wrap_future(job)
 
 
-def _told(error: BaseException) -> RuntimeError:
+def _as_runtime_error(error: BaseException) -> RuntimeError:
     shown = "".join(traceback.format_exception_only(error)).strip()  # also where the error cannot be shown
     failure = RuntimeError(f"the function raised {shown}")
     failure.__cause__ = error

@@ -169,7 +169,7 @@ class TrajectoryTools:
                 message = f"it took longer than {tool.timeout_seconds:g} seconds and was given up."
                 raise _refused(call, "timeout", message) from error
             _log.warning("tool %r raised, and the model is told so", call.name, exc_info=error)
-            raise _refused(call, type(error).__name__, f"it raised {_said(error)}") from error
+            raise _refused(call, type(error).__name__, f"it raised {_text_of(error)}") from error
         return _joined(instance.greeting(), value)
 
     def _instance(self, call: ToolCall) -> Instance:
@@ -195,7 +195,7 @@ class TrajectoryTools:
             return await in_thread(content_of, response, text), cut
         except Exception as error:
             _log.warning("tool %r answered with what is no image", call.name, exc_info=error)
-            raise _refused(call, type(error).__name__, f"its answer cannot be shown: {_said(error)}") from error
+            raise _refused(call, type(error).__name__, f"its answer cannot be shown: {_text_of(error)}") from error
 
     async def _close(self) -> None:
         for task in self._running:  # of a run that was left behind
@@ -228,7 +228,7 @@ def _refused(call: ToolCall, reason: str, message: str) -> _CallRefused:
     return _CallRefused(reason, f"{call.name}: {message}")
 
 
-def _said(error: BaseException) -> str:
+def _text_of(error: BaseException) -> str:
     """An error's type and message, also of one that cannot be printed."""
     return "".join(traceback.format_exception_only(error)).strip()
 

@@ -130,7 +130,7 @@ class Forward:
         with evaluating(self.model), torch.no_grad():  # not inference mode: what it keeps must stay good for training
             if self._head is not None:
                 self._narrow = self._head_is_narrowable()
-            layer_or_reason = self._found_output_layer()
+            layer_or_reason = self._output_layer_or_reason()
             self.unpacked_because = self._refusal() if packed else "it was not asked for"
         if isinstance(layer_or_reason, str):
             self.whole_logits_because = layer_or_reason
@@ -210,7 +210,7 @@ class Forward:
         if (layer := self._layer_by_chunks(layout)) is not None:
             targets, temperature = self._tensor(layout.targets), self._tensor(layout.temperature)
             return layer.top_log_probs(self._around(layout), targets, temperature, top, vocabulary)
-        return top_log_probs(*self._asked(layout, self._logits(layout)), top, vocabulary=vocabulary)
+        return top_log_probs(*self._arguments_of(layout, self._logits(layout)), top, vocabulary=vocabulary)
 
     def _of_tokens(
         self,
@@ -225,7 +225,7 @@ class Forward:
             targets, temperature = self._tensor(layout.targets), self._tensor(layout.temperature)
             around = self._around(layout, hidden_states)
             return layer.token_log_probs(around, targets, temperature, with_entropy=with_entropy, candidates=candidates)
-        arguments = self._asked(layout, self._logits(layout, hidden_states))
+        arguments = self._arguments_of(layout, self._logits(layout, hidden_states))
         return token_log_probs(*arguments, with_entropy=with_entropy, candidates=candidates)
 
     def _layer_by_chunks(self, layout: Layout) -> OutputLayer | None:
@@ -244,7 +244,7 @@ class Forward:
 
         return Around(lambda: self._run(layout).logits, states)
 
-    def _asked(self, layout: Layout, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _arguments_of(self, layout: Layout, logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """What `rl.logits` is asked: the logits, and of the K trained tokens their rows in them, ids, temperatures."""
         return logits, self._tensor(layout.which), self._tensor(layout.targets), self._tensor(layout.temperature)
 
@@ -416,7 +416,7 @@ class Forward:
             self._narrow = False
         return narrow.shape == whole.shape and apart(narrow, whole) <= tolerance(self._dtype) * apart(whole)
 
-    def _found_output_layer(self) -> OutputLayer | str | None:
+    def _output_layer_or_reason(self) -> OutputLayer | str | None:
         """The output layer, or why logits must be whole; None where the model has none."""
         if self._head is None:
             return None

@@ -123,7 +123,7 @@ class Optimizer:
         it has this process's part."""
         own = self._optimizer.state_dict()
         groups = [{name: each for name, each in group.items() if name not in _HOW} for group in own["param_groups"]]
-        of_parameters = _each(own["state"], lambda value, _: states.taken_apart(value))
+        of_parameters = _each(own["state"], lambda value, _: states.to_parts(value))
         return {
             "optimizer": {"state": of_parameters, "param_groups": groups},
             "schedule": self._schedule.state_dict(),
@@ -257,7 +257,7 @@ def _name(config: OptimizerConfig) -> str:
 
 
 def _cut(value: Any, parameter: nn.Parameter) -> Any:
-    value = states.put_together(value)
+    value = states.from_parts(value)
     return shards.cut(value, parameter) if isinstance(value, Tensor | states.Stored) else value
 
 

@@ -110,7 +110,7 @@ def whole(state: Any) -> Any:
     return type(state)(map(whole, state)) if isinstance(state, list | tuple) else state
 
 
-def taken_apart(value: Any) -> Any:
+def to_parts(value: Any) -> Any:
     """A tensor of few bits (`torchao`'s optimizer states) as what it is made of; anything else as it is.
 
     Such a tensor is one to torch and several in memory: codes, their scales, a table. A folder holds these, so nothing
@@ -123,8 +123,8 @@ def taken_apart(value: Any) -> Any:
     return {_KIND: type(value).__name__, _PARTS: parts, _ABOUT: [_plain(each) for each in about]}
 
 
-def put_together(value: Any) -> Any:
-    """The inverse of `taken_apart`, of what was read or opened. Raises ValueError for a class that is not known."""
+def from_parts(value: Any) -> Any:
+    """The inverse of `to_parts`, of what was read or opened. Raises ValueError for a class that is not known."""
     if not isinstance(value, Mapping) or _KIND not in value:
         return value
     if value[_KIND] not in _LOW_BIT_CLASSES:

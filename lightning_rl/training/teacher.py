@@ -302,7 +302,7 @@ class ServedTeacher:
 
     def _score(self, server: Control | Scorer, sequence: TrainingSequence, top: int) -> Scores:
         try:
-            entries = self._asked(server, sequence.token_ids.tolist(), top)
+            entries = self._entries_of(server, sequence.token_ids.tolist(), top)
         except (VllmRefused, ScoresRefused) as error:
             of_vllm = "--max-model-len of at least one token more, and --max-logprobs of at least so many"
             error.add_note(
@@ -336,7 +336,7 @@ class ServedTeacher:
             "answers?"
         )
 
-    def _asked(self, server: Control | Scorer, token_ids: list[int], top: int) -> list[dict[str, Any]] | None:
+    def _entries_of(self, server: Control | Scorer, token_ids: list[int], top: int) -> list[dict[str, Any]] | None:
         """What a server says; None where it is away and nobody waits for it."""
         while True:
             try:

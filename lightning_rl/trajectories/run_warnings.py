@@ -49,22 +49,22 @@ class Problems:
         self._max_tokens = max_tokens
         self._rewards_count = rewards_count
         self._summed = summed
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def report(self, when: str, trajectories: Sequence[Trajectory]) -> None:
         """Warn of what is new among these rollouts; `when` names the step."""
-        for kind, (count, text) in self._found(trajectories).items():
-            if kind not in self._told:
-                self._told.add(kind)
+        for kind, (count, text) in self._problems(trajectories).items():
+            if kind not in self._warned:
+                self._warned.add(kind)
                 _log.warning("%s: %d of %d rollouts %s", when, count, len(trajectories), text)
 
     def report_missing_reward(self, key: str, name: str, trajectories: Sequence[Trajectory]) -> None:
         """Warn where a key names a reward that none of the rollouts has whose agents did not fail."""
         successes = [trajectory for trajectory in trajectories if not trajectory.agent_failed]
         there = {named for trajectory in successes for named in trajectory.rewards.named}
-        if name == FINAL or name in there or f"{key}={name}" in self._told or not successes:
+        if name == FINAL or name in there or f"{key}={name}" in self._warned or not successes:
             return
-        self._told.add(f"{key}={name}")
+        self._warned.add(f"{key}={name}")
         _log.warning(
             "%s=%s: none of %d rollouts has a reward of that name; there are %s",
             key,
@@ -78,9 +78,9 @@ class Problems:
         none of the `others`'."""
         there = {named for trajectory in trajectories for named in trajectory.rewards.named}
         near = [name for name in sorted(there.difference(others)) if _misspelt(name, policy)]
-        if policy in there or not near or policy in self._told:
+        if policy in there or not near or policy in self._warned:
             return
-        self._told.add(policy)
+        self._warned.add(policy)
         _log.warning(
             "there is a reward %r, and no policy of that name: %r has no reward of its own, and counts with the final "
             "one. emit_reward(value, policy=%r) gives it one",
@@ -141,7 +141,7 @@ class Problems:
             f"{self._run_dir / 'server.log'}{printed})"
         )
 
-    def _found(self, trajectories: Sequence[Trajectory]) -> dict[str, tuple[int, str]]:
+    def _problems(self, trajectories: Sequence[Trajectory]) -> dict[str, tuple[int, str]]:
         counts: Counter[str] = Counter()
         texts: dict[str, str] = {}
         for trajectory in trajectories:

@@ -20,7 +20,7 @@ from lightning_rl.trajectories.trace_views import log_of, why_excluded
 from lightning_rl_adapters import conventions, credit, forest, rows
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.call_names import names_of
-from lightning_rl_adapters.conventions import Told
+from lightning_rl_adapters.conventions import OtelCalls
 from lightning_rl_adapters.credit import Rewards
 from lightning_rl_adapters.forest import Forest
 from lightning_rl_adapters.media import media_of
@@ -208,13 +208,13 @@ def _read(trace: RolloutTrace, models: Collection[str] | None, *, spans: bool, m
     return records
 
 
-def _calls_of(attempt: AttemptTrace, *, spans: bool) -> tuple[list[Call], Told]:
+def _calls_of(attempt: AttemptTrace, *, spans: bool) -> tuple[list[Call], OtelCalls]:
     """The calls of an attempt, and those of them that its agent's spans tell of."""
     recorded = calls_of(attempt.spans)
     if not spans:
-        return recorded, Told([], [], [])
+        return recorded, OtelCalls([], [], [])
     from_spans = conventions.told_of(attempt.spans)
-    return conventions.calls_with_told(recorded, from_spans.calls), from_spans
+    return conventions.calls_with_otel(recorded, from_spans.calls), from_spans
 
 
 def _judge(
@@ -223,7 +223,7 @@ def _judge(
     """What the rollout counts with, and which calls are left out for which reason."""
     rollout, calls = records.rollout, records.calls
     infrastructure = rollout.counting_attempt_id is None
-    reward = _given(rewards)
+    reward = _counting_reward(rewards)
     agent_failed = not infrastructure and (rollout.status == "failed" or reward is None)
     if agent_failed:
         rewards = msgspec.structs.replace(rewards, final=agent_failure)
@@ -276,7 +276,7 @@ def _rewards(trace: AttemptTrace, rollout: Rollout, names: Mapping[str, str], ca
     return Rewards(final=rollout.reward, named=dict(rollout.rewards), of_calls=of_calls), lost
 
 
-def _given(rewards: Rewards) -> float | None:
+def _counting_reward(rewards: Rewards) -> float | None:
     """What a rollout counts with: the final reward, else the sum of its calls'; None where it was given nothing."""
     if rewards.final is not None or not rewards.of_calls:
         return rewards.final

@@ -132,7 +132,7 @@ class Doctor:
         self._lock = threading.Lock()
         self._next = 0.0
         self._looked: Any = None
-        self._told: dict[str, Any] = {"findings": [], "looked_at": {}, "pending": True}
+        self._answer: dict[str, Any] = {"findings": [], "looked_at": {}, "pending": True}
 
     def findings(self, *, wait: bool = False) -> dict[str, Any]:
         """What is known now; a new look begins behind it where one is due. `wait` takes it at once."""
@@ -140,7 +140,7 @@ class Doctor:
             self._look()
         elif time.monotonic() >= self._next and self._lock.acquire(blocking=False):
             threading.Thread(target=self._look_behind, name="viewer-doctor", daemon=True).start()
-        return self._told
+        return self._answer
 
     def _look_behind(self) -> None:
         try:
@@ -155,8 +155,8 @@ class Doctor:
         began = time.monotonic()
         try:
             diagnosis = diagnose(self._evidence())
-            self._told = {"findings": msgspec.to_builtins(diagnosis.findings), "looked_at": diagnosis.looked_at}
+            self._answer = {"findings": msgspec.to_builtins(diagnosis.findings), "looked_at": diagnosis.looked_at}
             self._looked = now
         except (Explained, StoreError, OSError) as error:
-            self._told = {"findings": [], "looked_at": {}, "problem": str(error)}
+            self._answer = {"findings": [], "looked_at": {}, "problem": str(error)}
         self._next = time.monotonic() + _REST * (time.monotonic() - began)

@@ -17,15 +17,15 @@ class Cell:
     def __init__(self, html: str, height: int, text: str) -> None:
         self.html = html
         self._height = height
-        self._told = text
+        self._text = text
 
     def __repr__(self) -> str:
-        return self._told
+        return self._text
 
     def _repr_html_(self) -> str:
         return (
             f'<iframe srcdoc="{escape(self.html)}" sandbox="allow-scripts" width="100%" height="{self._height}" '
-            f'style="border:1px solid #8886" title="{escape(self._told)}"></iframe>'
+            f'style="border:1px solid #8886" title="{escape(self._text)}"></iframe>'
         )
 
 

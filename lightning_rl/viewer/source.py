@@ -62,8 +62,8 @@ class _CallAttributes(msgspec.Struct):
     cause: str | None = msgspec.field(name=semconv.FORK_CAUSE, default=None)
     reported: int = msgspec.field(name=semconv.OUTPUT_TOKENS, default=0)
     ids: bytes = msgspec.field(name=semconv.RESPONSE_IDS, default=b"")
-    asked: list[dict[str, Any]] | None = msgspec.field(name=semconv.INPUT_MESSAGES, default=None)
-    answered: list[dict[str, Any]] | None = msgspec.field(name=semconv.OUTPUT_MESSAGES, default=None)
+    input_messages: list[dict[str, Any]] | None = msgspec.field(name=semconv.INPUT_MESSAGES, default=None)
+    output_messages: list[dict[str, Any]] | None = msgspec.field(name=semconv.OUTPUT_MESSAGES, default=None)
 
 
 class _CallSpan(recorded.Named):
@@ -80,12 +80,13 @@ def called(record: bytes) -> Called | None:
         return None
     span = _CALL.decode(record)
     attributes = span.attributes
+    messages = [*(attributes.input_messages or ()), *(attributes.output_messages or ())]
     return Called(
         rollout_id=span.rollout_id,
         ids=len(attributes.ids) // 4,
         reported=attributes.reported,
         forked=attributes.cause is not None,
-        text="\n".join(words_of(message) for message in [*(attributes.asked or ()), *(attributes.answered or ())]),
+        text="\n".join(words_of(message) for message in messages),
     )
 
 
@@ -169,7 +170,7 @@ class ServerSource:
         self.store = store
         self._of_run = "" if run_id is None else f".{run_id}"
         self._cursor: str | None = None
-        self._seen: dict[str, int] = {}  # of the last page, which was not full
+        self._last_page: dict[str, int] = {}  # by rollout id; empty where the page was full
         self._count = 0
         self._places: dict[str, int] = {}  # of all rollouts, since a late reward may come for any of them
         self._reward: int | None = None  # the position of the last reward that was looked at
@@ -186,14 +187,14 @@ class ServerSource:
         while True:
             rollouts, following = self.store.page(self._cursor, _CHUNK // 2)
             of_run = [rollout for rollout in rollouts if rollout.rollout_id.endswith(self._of_run)]
-            fresh = [rollout for rollout in of_run if rollout.rollout_id not in self._seen]
+            fresh = [rollout for rollout in of_run if rollout.rollout_id not in self._last_page]
             placed = list(enumerate(fresh, start=self._count + 1))
             self._count += len(fresh)
             self._places |= {rollout.rollout_id: place for place, rollout in placed}
             self._note(fresh)
             yield placed
             last = following is None
-            self._seen = {rollout.rollout_id: 0 for rollout in rollouts} if last else {}
+            self._last_page = {rollout.rollout_id: 0 for rollout in rollouts} if last else {}
             if last:
                 return
             self._cursor = following

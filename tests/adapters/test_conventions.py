@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_rl_adapters import conventions, forest, otel, rows, semconv
 from lightning_rl_adapters.call import Call, to_span
-from lightning_rl_adapters.conventions import ConventionDiagnosis, Told, told_of, triplets_of_otel
+from lightning_rl_adapters.conventions import ConventionDiagnosis, OtelCalls, told_of, triplets_of_otel
 from lightning_rl_adapters.otel import SpanPlace
 from lightning_rl_adapters.span import Span
 from tests.adapters.otel.record import ANSWER, LOGPROBS, PROMPT
@@ -40,7 +40,7 @@ def span(number: int = 0, parent: int | None = None, name: str = "llm", **attrib
     )  # fmt: skip
 
 
-def only(told: Told) -> ConventionDiagnosis:
+def only(told: OtelCalls) -> ConventionDiagnosis:
     assert told.calls == []
     [diagnosis] = told.diagnoses
     return diagnosis
@@ -53,7 +53,7 @@ def test_openinference_gives_triplets_where_the_engine_was_asked_for_ids_streame
         (each.prompt_token_ids, each.response_token_ids, each.response_logprobs, each.model) for each in triplets
     ] == [(PROMPT, ANSWER, LOGPROBS, "policy")] * 2
     assert {(each.convention, each.verified, each.exact) for each in triplets} == {("openinference", False, True)}
-    diagnosis = only(Told([], [], told_of(spans).diagnoses))
+    diagnosis = only(OtelCalls([], [], told_of(spans).diagnoses))
     assert (diagnosis.convention, diagnosis.model, diagnosis.told) == ("openinference", "policy", ("messages",))
     assert diagnosis.missing == ("prompt token ids", "response token ids", "logprobs")
     assert "llm.base_url" in diagnosis.advice
@@ -140,7 +140,7 @@ def test_calls_that_the_gateway_recorded_are_left_out() -> None:
         logprobs=None, versions=[], temperature=1.0, finish_reason="stop",
     )  # fmt: skip
     seen = span(1, gen_ai__operation__name="chat", gen_ai__response__id="chatcmpl-c9", gen_ai__request__model="policy")
-    assert told_of([to_span(call), seen]) == Told([], [], [])
+    assert told_of([to_span(call), seen]) == OtelCalls([], [], [])
     assert len(told_of([seen]).diagnoses) == 1
 
 
@@ -173,7 +173,7 @@ def test_other_spans_are_no_calls() -> None:
         span(4, gen_ai__operation__name="embeddings", gen_ai__request__model="m"),
         span(5, name="raw_gen_ai_request"),
     ]
-    assert told_of(others) == Told([], [], [])
+    assert told_of(others) == OtelCalls([], [], [])
     assert triplets_of_otel(told_of(others)) == []
 
 

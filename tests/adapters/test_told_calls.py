@@ -8,7 +8,7 @@ from openai.types.chat import ChatCompletion
 
 from lightning_rl_adapters import forest, rows, semconv
 from lightning_rl_adapters.call import Call, calls_of, to_span
-from lightning_rl_adapters.conventions import calls_with_told, spans_with_told, told_of, triplets_of_otel
+from lightning_rl_adapters.conventions import calls_with_otel, spans_with_otel, told_of, triplets_of_otel
 from lightning_rl_adapters.span import Span
 from lightning_rl_adapters.triplet import prompt_ids
 from tests.adapters.otel.record import ANSWER, LOGPROBS, PROMPT
@@ -123,7 +123,7 @@ def test_calls_without_token_ids_are_triplets_of_messages_that_nobody_trains(nam
     if name != "gen_ai":  # which does not say which tools there were
         [tool] = triplets[0].tools
         assert (tool["function"]["name"], tool["function"]["parameters"]["type"]) == ("add", "object")
-    calls = calls_with_told([], [each.call for each in told.messages])
+    calls = calls_with_otel([], [each.call for each in told.messages])
     assert {row.excluded for row in rows.cut(forest.build(calls), {})} == {"inexact"}
 
 
@@ -156,7 +156,7 @@ def test_a_run_that_trusts_spans_sees_them_as_calls_with_their_messages() -> Non
     asked = json.dumps([{"role": "user", "parts": [{"type": "text", "content": "1 + 2?"}]}])
     theirs = span(5, **GEN_AI, gen_ai__input__messages=asked, gen_ai__output__messages=both)
     tool = span(6, name="tool")
-    spans = spans_with_told([tool, theirs, first])
+    spans = spans_with_otel([tool, theirs, first])
     assert [(call.call_id, call.number) for call in calls_of(spans)] == [
         ("c9", 0), (theirs.span_id, 1), (f"{theirs.span_id}#1", 2),
     ]  # fmt: skip
@@ -164,7 +164,7 @@ def test_a_run_that_trusts_spans_sees_them_as_calls_with_their_messages() -> Non
     for told, answer_text in zip(spans[1:3], ("I add.", "Two."), strict=True):
         assert told.attributes[semconv.INPUT_MESSAGES] == [{"role": "user", "content": "1 + 2?"}]
         assert [each["content"] for each in told.attributes[semconv.OUTPUT_MESSAGES]] == [answer_text]
-    assert spans_with_told([first, tool]) == [first, tool]
+    assert spans_with_otel([first, tool]) == [first, tool]
 
 
 LLM_KIND = {"openinference__span__kind": "LLM"}
@@ -191,7 +191,7 @@ def test_a_span_beside_the_gateways_calls_is_a_call_of_its_own() -> None:
     spans = [to_span(gateways(response_ids=[9])), beside]
     told = told_of(spans)
     assert [call.call_id for call in told.calls] == [beside.span_id]
-    both = calls_with_told(calls_of(spans), told.calls)
+    both = calls_with_otel(calls_of(spans), told.calls)
     assert [(call.call_id, call.number, call.trainable) for call in both] == [
         ("c9", 0, True),
         (beside.span_id, 1, True),
@@ -211,7 +211,7 @@ def test_a_span_beside_the_gateways_calls_is_a_call_of_its_own() -> None:
 )
 def test_equal_tokens_are_two_calls_only_where_two_answers_say_so(spans: list[Span], kept: list[int]) -> None:
     assert [call.number for call in told_of(spans).calls] == kept
-    cut = rows.cut(forest.build(calls_with_told([], told_of(spans).calls)), {})
+    cut = rows.cut(forest.build(calls_with_otel([], told_of(spans).calls)), {})
     assert sum(sum(row.loss_mask) for row in cut) == len(kept) * len(ANSWER)
 
 
@@ -226,7 +226,7 @@ def test_told_calls_continue_what_their_prompts_begin_with_and_each_token_is_in_
         told(3, [1, 2, 3, 4, 7], [8]),  # another branch
         told(4, [1, 2, 9], [3]),  # begins otherwise: nothing was answered with 9
     ]
-    calls = calls_with_told([], told_of(spans).calls)
+    calls = calls_with_otel([], told_of(spans).calls)
     grown = forest.build(calls)
     assert [(call.parent_id, call.prompt_ids) for call in calls] == [
         (None, [1, 2]), (calls[0].call_id, [5]), (calls[0].call_id, [7]), (None, [1, 2, 9]),
@@ -243,5 +243,5 @@ def test_a_told_call_may_continue_one_of_the_gateways() -> None:
     said = {"model": "policy", "prompt_token_ids": [*PROMPT, *ANSWER, 5], "choices": [{"token_ids": [6]}]}
     later = span(9, **LLM_KIND, output__value=json.dumps(said))
     spans = [to_span(first), later]
-    one, two = calls_with_told(calls_of(spans), told_of(spans).calls)
+    one, two = calls_with_otel(calls_of(spans), told_of(spans).calls)
     assert (two.parent_id, two.prompt_ids) == (one.call_id, [5])

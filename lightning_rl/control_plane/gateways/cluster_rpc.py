@@ -139,7 +139,7 @@ class Alone:
 
     def engine(self, info: EngineInfo) -> EngineInfo:
         """A registered engine as it is now."""
-        return self._engines.told(info, self._gateway.state()["engines"])
+        return self._engines.with_state(info, self._gateway.state()["engines"])
 
     def engine_requests(self) -> list[EngineRequest]:
         """What registers the token engines of this gateway at another one."""
@@ -160,7 +160,7 @@ class Alone:
     async def close(self) -> None:
         """Free the connections."""
 
-    def told(self) -> dict[str, ModelPause]:
+    def model_pauses(self) -> dict[str, ModelPause]:
         """How the models stand here, for a gateway that joins."""
         return {
             model: ModelPause(

@@ -89,7 +89,7 @@ class Engines:
         self._attach = attach
         self._door = door
         self._one_at_a_time = asyncio.Lock()
-        self._known: dict[str, EngineInfo] = {}
+        self._engines: dict[str, EngineInfo] = {}
         self._remote_models: dict[str, str | None] = {}
         self._names: dict[str, str] = {}  # by which the gateway knows them
 
@@ -113,10 +113,10 @@ class Engines:
             policy_version=request.policy_version,
             adapter=request.adapter,
         )
-        existing_info = self._known.get(engine_id)
+        existing_info = self._engines.get(engine_id)
         if existing_info is None:
             self._names[engine_id] = await self._attach(request)
-            self._known[engine_id] = info
+            self._engines[engine_id] = info
             self._remote_models[engine_id] = request.remote_model
         elif (alias := self._remote_models[engine_id]) != request.remote_model:
             raise Conflict(
@@ -142,11 +142,11 @@ class Engines:
 
     def of(self, model: str) -> list[EngineInfo]:
         """The token engines of a model."""
-        return [info for info in self._known.values() if info.model == model and info.kind not in _BACKENDS]
+        return [info for info in self._engines.values() if info.model == model and info.kind not in _BACKENDS]
 
     def requests(self, now: Mapping[str, Mapping[str, Any]]) -> list[EngineRequest]:
         """What registers the token engines as they are `now` at another gateway."""
-        infos = (self.told(info, now) for info in self._known.values() if info.kind not in _BACKENDS)
+        infos = (self.with_state(info, now) for info in self._engines.values() if info.kind not in _BACKENDS)
         return [
             msgspec.convert(
                 {name: getattr(each, name) for name in ("model", "kind", "url", "policy_version", "adapter")},
@@ -158,16 +158,16 @@ class Engines:
     async def remove(self, engine_id: str) -> EngineInfo:
         """Take an engine out; it may be registered again. Raises NotFound."""
         async with self._one_at_a_time:
-            if engine_id not in self._known:
-                raise NotFound(f"there is no engine {engine_id!r}; there are {sorted(self._known)}")
+            if engine_id not in self._engines:
+                raise NotFound(f"there is no engine {engine_id!r}; there are {sorted(self._engines)}")
             await self._door.detach(self._names.pop(engine_id))
             del self._remote_models[engine_id]
-            return self._known.pop(engine_id)
+            return self._engines.pop(engine_id)
 
     def all(self, now: Mapping[str, Mapping[str, Any]]) -> list[EngineInfo]:
         """All engines, oldest first; `now` is how each is, by the gateway's names."""
-        return [self.told(info, now) for info in self._known.values()]
+        return [self.with_state(info, now) for info in self._engines.values()]
 
-    def told(self, info: EngineInfo, now: Mapping[str, Mapping[str, Any]]) -> EngineInfo:
+    def with_state(self, info: EngineInfo, now: Mapping[str, Mapping[str, Any]]) -> EngineInfo:
         """An engine as it is `now`."""
         return msgspec.structs.replace(info, **now.get(self._names[info.engine_id], {}))

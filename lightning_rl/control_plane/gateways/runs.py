@@ -113,7 +113,7 @@ class Runs:
         self._attached[run_id] = _Attached(request)
         return RunInfo(run_id=run_id, model=request.model, began_ns=self._gateway.now_ns())
 
-    def check_asked(self, rollout_ids: Sequence[str | None]) -> None:
+    def check_attached(self, rollout_ids: Sequence[str | None]) -> None:
         """Raises Conflict for rollouts of a run that is to attach again first."""
         for run_id, run in self._attached.items():
             if run.before and any(

@@ -31,7 +31,7 @@ class StoreLedger:
         self._store = store
         self._sql = sql
         self._fleet = fleet
-        self._asked: list[tuple[str, str]] = []  # attempts that the store is asked of next
+        self._waiting: list[tuple[str, str]] = []  # attempts that the store is asked of next
         self._next: asyncio.Task[dict[tuple[str, str], AttemptOpening]] | None = None
         self._one_at_a_time = asyncio.Lock()
 
@@ -49,7 +49,7 @@ class StoreLedger:
         try:
             opening = await self._opening(rollout_id, attempt_id)
             if self._fleet is not None and opening is not None and opening.gateway_id != self._fleet.gateway_id:
-                opening = await self._taken(self._fleet, rollout_id, attempt_id)
+                opening = await self._take_over(self._fleet, rollout_id, attempt_id)
             if opening is None:
                 _, ended = await self._sql.run(self._store.attempt, rollout_id, attempt_id)
                 return _closed(ended)
@@ -64,7 +64,7 @@ class StoreLedger:
     async def _opening(self, rollout_id: str, attempt_id: str) -> AttemptOpening | None:
         """What the store has of a running attempt; None of one that does not run. The store is asked of it together
         with all others that come while it answers: those that were claimed together call together."""
-        self._asked.append((rollout_id, attempt_id))
+        self._waiting.append((rollout_id, attempt_id))
         if self._next is None:
             self._next = asyncio.create_task(self._openings())
         openings = await asyncio.shield(self._next)  # whose client leaves takes it from nobody
@@ -72,10 +72,10 @@ class StoreLedger:
 
     async def _openings(self) -> dict[tuple[str, str], AttemptOpening]:
         async with self._one_at_a_time:
-            places, self._asked, self._next = self._asked, [], None
+            places, self._waiting, self._next = self._waiting, [], None
             return await self._sql.run(self._store.openings, places)
 
-    async def _taken(self, fleet: Membership, rollout_id: str, attempt_id: str) -> AttemptOpening | None:
+    async def _take_over(self, fleet: Membership, rollout_id: str, attempt_id: str) -> AttemptOpening | None:
         """A running attempt that was not this gateway's, and is now. Raises GatewayError where it cannot be."""
         owner = await fleet.take(rollout_id, attempt_id)
         if owner is not None and owner.gateway_id != fleet.gateway_id:

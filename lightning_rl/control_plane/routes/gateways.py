@@ -57,7 +57,7 @@ async def resume_here(
 @router.post("/peers/pauses", dependencies=[PEER])
 async def list_pauses_here(server: Server) -> dict[str, ModelPause]:
     """How the models stand at this gateway."""
-    return server.together.told()
+    return server.together.model_pauses()
 
 
 @router.post("/peers/engines", dependencies=[PEER])

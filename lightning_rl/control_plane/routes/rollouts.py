@@ -38,7 +38,7 @@ async def enqueue_rollouts(
     server: Server, body: Annotated[EnqueueBody, Depends(JsonBody(EnqueueBody))]
 ) -> RolloutsAnswer:
     """Enqueue rollouts; the same again are the same."""
-    server.runs.check_asked([request.rollout_id for request in body.rollouts])
+    server.runs.check_attached([request.rollout_id for request in body.rollouts])
     made = await server.sql.run(server.store.enqueue, body.rollouts)
     server.signals.queued()
     return RolloutsAnswer(rollouts=made)

@@ -85,9 +85,9 @@ class VllmServer:
         """Until it answers. Raises VllmNotStarted, with what to do about it where that is known."""
         child = self._started
         try:
-            while "ready" not in child.told:
+            while "ready" not in child.reported:
                 child.hear(child.next_line())
-                if "error" in child.told or "ended" in child.told:
+                if "error" in child.reported or "ended" in child.reported:
                     child.process.wait()
                     raise VllmNotStarted(self.why())
         except ChildDied as error:
@@ -103,8 +103,8 @@ class VllmServer:
         """Why it has ended, as far as its log tells."""
         printed = self._printed()
         child = self._started
-        status = child.told["ended"] if "ended" in child.told else child.process.poll() or 0
-        reason = child.told.get("error") or f"it {how_it_ended(status)}"
+        status = child.reported["ended"] if "ended" in child.reported else child.process.poll() or 0
+        reason = child.reported.get("error") or f"it {how_it_ended(status)}"
         for pattern, advice in _KNOWN:
             if match := re.search(pattern, printed):
                 reason += f": {advice.format(**match.groupdict())}"

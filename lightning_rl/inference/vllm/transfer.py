@@ -110,11 +110,11 @@ class AdapterTransfer:
     """
 
     def __init__(self, outbox: Path, name: str, versions: int) -> None:
-        self._kept = 2 * versions
+        self._kept_versions = 2 * versions
         self._outbox = outbox / secrets.token_hex(4)
         self._name = name
         self._folders: dict[int, Path] = {}  # by version, the newest last
-        self._given: dict[Control, list[str]] = {}
+        self._loaded_names: dict[Control, list[str]] = {}
 
     @property
     def served_name(self) -> str:
@@ -128,21 +128,21 @@ class AdapterTransfer:
         write_adapter(dict(weights), folder)
         self._folders.pop(version, None)
         self._folders[version] = folder
-        for old in list(self._folders)[: -self._kept]:
+        for old in list(self._folders)[: -self._kept_versions]:
             shutil.rmtree(self._folders.pop(old))
 
     def give(self, control: Control) -> None:
         """See `Transfer`."""
         name = self.served_name
         control.load_adapter(name, list(self._folders.values())[-1])
-        names = self._given.setdefault(control, [])
+        names = self._loaded_names.setdefault(control, [])
         names.append(name)
-        while len(names) > self._kept:
+        while len(names) > self._kept_versions:
             control.unload_adapter(names.pop(0))
 
     def forget(self, control: Control) -> None:
         """See `Transfer`."""
-        self._given.pop(control, None)
+        self._loaded_names.pop(control, None)
 
 
 class DeviceTransfer:
@@ -170,7 +170,7 @@ class DeviceTransfer:
         with self._one_at_a_time, _on_the_gpu_of(weights):
             if control not in self._ends:
                 self._ends[control] = WeightTransferTrainerFactory.trainer_init(
-                    self._told(control, weights), client=_Client(control), source=source
+                    self._init_info(control, weights), client=_Client(control), source=source
                 )
             end = self._ends[control]
             end.source, end.client.version = source, self._version
@@ -182,7 +182,7 @@ class DeviceTransfer:
         if (end := self._ends.pop(control, None)) is not None:
             end.shutdown()
 
-    def _told(self, control: Control, weights: WeightStream) -> Any:
+    def _init_info(self, control: Control, weights: WeightStream) -> Any:
         if self._way == "ipc":
             from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 

@@ -53,16 +53,16 @@ class _PendingGroup:
     waiting: set[str]
     trajectories: list[Trajectory] = field(default_factory=list)
 
-    def seen(self) -> Group:
+    def as_group(self) -> Group:
         return Group(self.place, self.version, ended=not self.waiting)
 
 
 @dataclass
 class HandedOver:
-    """What a step is given: `taken` groups by place, the groups that were `left_out` meanwhile, with their reasons, and
+    """What a step is given: `groups` by place, the groups that were `left_out` meanwhile, with their reasons, and
     how many that have ended stay `queued`."""
 
-    taken: list[list[Trajectory]]
+    groups: list[list[Trajectory]]
     left_out: list[tuple[list[Trajectory], str]]
     queued: int
 
@@ -97,7 +97,7 @@ class InFlight:
         self._most = most
         group_count: int = state["asked"]
         groups: Sequence[tuple[int, int]] = state["groups"]
-        self.asked = group_count
+        self.next_place = group_count
         self.idle_seconds = 0.0  # in which no rollout was asked for that had not ended, since it was last set to 0
         self._last_end: float | None = None
         self._groups: list[_PendingGroup] = []
@@ -123,13 +123,13 @@ class InFlight:
 
     def state_dict(self) -> dict[str, Any]:
         """What a run that is resumed asks for again."""
-        return {"asked": self.asked, "groups": [(group.place, group.version) for group in self._groups]}
+        return {"asked": self.next_place, "groups": [(group.place, group.version) for group in self._groups]}
 
     def ask(self, most: int, version: int) -> None:
         """Ask for groups until `most` are in flight, at this policy version."""
-        missing = range(self.asked, self.asked + max(0, most - len(self._groups)))
+        missing = range(self.next_place, self.next_place + max(0, most - len(self._groups)))
         self._begin([(place, *next(self._tasks)) for place in missing], version)
-        self.asked += len(missing)
+        self.next_place += len(missing)
 
     def hand_over(self, version: int, remaining: int, wait_seconds: float) -> HandedOver:
         """The batch of a step on the weights `version`, waiting for it; the run is to train `remaining` more groups.
@@ -141,14 +141,14 @@ class InFlight:
         while True:
             self._leave_out(handed_over, version)
             self.ask(min(self._schedule.before, remaining), version)
-            batch = self._schedule.take([group.seen() for group in self._groups], version)
+            batch = self._schedule.take([group.as_group() for group in self._groups], version)
             if batch is None and self._enough(handed_over):
-                batch = [group.seen() for group in self._groups if not group.waiting][: self._schedule.batch]
+                batch = [group.as_group() for group in self._groups if not group.waiting][: self._schedule.batch]
             if batch is not None:
                 break
             self._end(wait_seconds)
         places = {group.place for group in batch}
-        handed_over.taken = [group.trajectories for group in self._groups if group.place in places]
+        handed_over.groups = [group.trajectories for group in self._groups if group.place in places]
         self._groups = [group for group in self._groups if group.place not in places]
         self.ask(min(self._schedule.after, remaining - self._schedule.batch), version)
         handed_over.queued = sum(not group.waiting for group in self._groups)
@@ -162,8 +162,8 @@ class InFlight:
             ids = [str(request.rollout_id) for request in self._requests(*following)]
             if not self._rollouts.is_there(ids[0]):
                 break
-            self._groups.append(_PendingGroup(self.asked, 0, ids, set(ids)))
-            self.asked += 1
+            self._groups.append(_PendingGroup(self.next_place, 0, ids, set(ids)))
+            self.next_place += 1
         self._rollouts.cancel(self.waiting)
         while self.waiting:
             self._end(wait_seconds)

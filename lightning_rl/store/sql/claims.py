@@ -122,7 +122,7 @@ class ClaimOperations(RolloutOperations):
         """`heartbeat` of many attempts, by rollout and attempt id: the renewed leases by attempt id. Those that do not
         run any more, and unknown ones, are left out."""
         now = self._clock()
-        rows = queries.found_attempts(connection, places)
+        rows = queries.existing_attempt_rows(connection, places)
         leases = {row.attempt_id: now + row.unresponsive_seconds for row in rows if row.status == "running"}
         if leases:
             renewed = [{"renewed": attempt_id, "lease_expires_at": lease} for attempt_id, lease in leases.items()]
@@ -169,7 +169,9 @@ class ClaimOperations(RolloutOperations):
         self, connection: sa.Connection, places: Sequence[tuple[str, str]]
     ) -> dict[tuple[str, str], AttemptStatus]:
         """The attempts' statuses, by rollout and attempt id; unknown ones are left out."""
-        return {(row.rollout_id, row.attempt_id): row.status for row in queries.found_attempts(connection, places)}
+        return {
+            (row.rollout_id, row.attempt_id): row.status for row in queries.existing_attempt_rows(connection, places)
+        }
 
     @reads
     def closed(self, connection: sa.Connection, places: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -36,7 +36,7 @@ class ServiceTracker:
             self._tracker = open_it()
         except Exception as error:  # libraries of services raise whatever they like
             raise TrackerUnusable(
-                f"trainer.logger has {name!r}, which cannot be opened: {_told(error)}. Mend that, or leave it out: "
+                f"trainer.logger has {name!r}, which cannot be opened: {_text_of(error)}. Mend that, or leave it out: "
                 "metrics.jsonl has all metrics in any case"
             ) from error
 
@@ -56,7 +56,7 @@ class ServiceTracker:
         try:
             self._tracker.close()
         except Exception as error:  # noqa: BLE001 - see above
-            _log.warning("%s could not be closed: %s", self._name, _told(error))
+            _log.warning("%s could not be closed: %s", self._name, _text_of(error))
 
     def _send(self) -> None:
         began, was_away = time.monotonic(), self._not_before > 0
@@ -76,7 +76,7 @@ class ServiceTracker:
                     "%s does not take the metrics of step %d (%s): the run goes on, and they wait for it",
                     self._name,
                     self._waiting[0][0],
-                    _told(error),
+                    _text_of(error),
                 )
         else:
             self._not_before = 0.0
@@ -94,9 +94,9 @@ class ServiceTracker:
         step, _ = self._waiting.popleft()
         self._waiting.popleft()
         self._tries = 0
-        _log.warning("%s never takes step %d (%s): metrics.jsonl has it", self._name, step, _told(refusal))
+        _log.warning("%s never takes step %d (%s): metrics.jsonl has it", self._name, step, _text_of(refusal))
         return True
 
 
-def _told(error: Exception) -> str:
+def _text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:300] or '(no message)'}"

@@ -15,16 +15,16 @@ def parents(spans: Sequence[Span]) -> dict[str, str | None]:
     """The id of the span above each of an attempt's spans, by span id; None: the attempt itself."""
     calls = [span for span in spans if span.name == semconv.CALL_SPAN]
     agent_spans = {span.span_id: span for span in spans if span.name != semconv.CALL_SPAN}
-    above = {span_id: _said(span, agent_spans) for span_id, span in agent_spans.items()}
+    above = {span_id: _parent_of(span, agent_spans) for span_id, span in agent_spans.items()}
     placed: dict[str, str | None] = {call.span_id: _around(call, agent_spans, above) for call in calls}
     holding = {span_id for at in placed.values() if at is not None for span_id in _chain(at, above)}
     return placed | {
-        span_id: _asked_by(agent_spans[span_id], calls) if parent is None and span_id not in holding else parent
+        span_id: _caller_of(agent_spans[span_id], calls) if parent is None and span_id not in holding else parent
         for span_id, parent in above.items()
     }
 
 
-def _said(span: Span, agent_spans: Mapping[str, Span]) -> str | None:
+def _parent_of(span: Span, agent_spans: Mapping[str, Span]) -> str | None:
     """The parent that the agent gave it, where that came too."""
     parent = span.attributes.get(semconv.PARENT_SPAN)
     return parent if parent in agent_spans else None
@@ -47,7 +47,7 @@ def _chain(span_id: str, above: Mapping[str, str | None]) -> set[str]:
     return chain
 
 
-def _asked_by(span: Span, calls: Sequence[Span]) -> str | None:
+def _caller_of(span: Span, calls: Sequence[Span]) -> str | None:
     if span.name != semconv.OPERATION_SPAN or any(_during(call, span) for call in calls):
         return None
     answered = [call for call in calls if call.end_ns <= span.start_ns]

@@ -15,14 +15,14 @@ class TraceSampling:
         self._most = most
         self._seed = seed
         self._batch = ""
-        self._left = 0
+        self._remaining = 0
 
     def of(self, batch: str, groups: Sequence[str]) -> set[str]:
         """The groups to trace among these of `batch`; a batch that comes in parts has its number once."""
         if self._most is None:
             return set(groups)
         if batch != self._batch:
-            self._batch, self._left = batch, self._most
-        sample = random.Random(f"{self._seed} {batch}").sample(sorted(groups), min(self._left, len(groups)))
-        self._left -= len(sample)
+            self._batch, self._remaining = batch, self._most
+        sample = random.Random(f"{self._seed} {batch}").sample(sorted(groups), min(self._remaining, len(groups)))
+        self._remaining -= len(sample)
         return set(sample)

@@ -34,10 +34,10 @@ class CannotBeSplit(ValueError):
 
 @dataclass
 class SequencePart(TrainingSequence):
-    """A sequence of which this worker trains some tokens: those of `whole` that `kept` [K] names."""
+    """A sequence of which this worker trains some tokens: those of `whole` that `mask` [K] has."""
 
     whole: TrainingSequence | None = None
-    kept: Any = None
+    mask: Any = None
 
 
 class SequenceParallelForward(ShardedForward):
@@ -100,7 +100,7 @@ class SequenceParallelForward(ShardedForward):
     def of_part(self, sequence: TrainingSequence, values: Mapping[int, Tensor]) -> Tensor:
         """Those of a sequence's `values` (by its `id`, [K]) that are of the tokens of this part."""
         assert isinstance(sequence, SequencePart)
-        return values[id(sequence.whole)][torch.from_numpy(sequence.kept)]
+        return values[id(sequence.whole)][torch.from_numpy(sequence.mask)]
 
     def _share(self) -> tuple[int, int]:
         return self._talk.rank() // self._size, self._talk.size() // self._size
@@ -162,7 +162,7 @@ class SequenceParallelForward(ShardedForward):
         right = torch.split(self._states(layout), [len(row.trained) for row in rows])
         self._split = True
         parts = self._own_parts(rows)
-        expected = [state[torch.from_numpy(part.kept)] for state, part in zip(right, parts, strict=True)]
+        expected = [state[torch.from_numpy(part.mask)] for state, part in zip(right, parts, strict=True)]
         actual = self._states(self._layout(parts))
         wrong = torch.tensor(apart(actual, torch.cat(expected)) > tolerance(self._dtype) * apart(torch.cat(right)))
         dist.all_reduce(counted := wrong.int(), dist.ReduceOp.MAX, group=self._talk)
@@ -262,10 +262,10 @@ def _exchange(states: Tensor, group: dist.ProcessGroup, cut: int, joined: int) -
     return exchanged
 
 
-def _part(sequence: TrainingSequence, kept: Any) -> SequencePart:
+def _part(sequence: TrainingSequence, mask: Any) -> SequencePart:
     values = {field.name: getattr(sequence, field.name) for field in fields(TrainingSequence)}
-    part = SequencePart(**values, whole=sequence, kept=kept)
-    part.keep(kept)
+    part = SequencePart(**values, whole=sequence, mask=mask)
+    part.keep(mask)
     part.entropies = None
     return part
 

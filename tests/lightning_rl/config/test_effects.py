@@ -193,7 +193,7 @@ def limits(config: Config, _: pytest.MonkeyPatch) -> Any:
 def actors(config: Config, _: pytest.MonkeyPatch) -> Any:
     """What they ask of Ray, and how many there are; that Ray gives it is in `tests/cluster/test_ray.py`."""
     given = config.actor_rollout_ref.rollout.agent.ray
-    return on_ray.asked(given), on_ray.seats(given, 100, [{"CPU": 4.0, "GPU": 4.0, "browser": 4.0}])
+    return on_ray.resources_of(given), on_ray.seats(given, 100, [{"CPU": 4.0, "GPU": 4.0, "browser": 4.0}])
 
 
 def batch(config: Config, _: pytest.MonkeyPatch) -> Any:

@@ -6,7 +6,7 @@ import pytest
 
 from lightning_rl.store.contract import ErrorInfo, Finish, Reward, RolloutRequest
 from lightning_rl.store.errors import Conflict, NotFound
-from lightning_rl.store.rewards import given_late
+from lightning_rl.store.rewards import with_late_rewards
 
 INFRASTRUCTURE = Finish(status="failed", error=ErrorInfo(type="Gone", message="engine", infrastructure=True))
 
@@ -66,7 +66,7 @@ def test_who_gives_them_knows_the_trace_without_reading_it_again(served) -> None
     before = served.client().traces(["r1", "r2"])
     served.client().add_late_rewards(dict.fromkeys(places, given))
     after = served.client().traces(["r1", "r2"])
-    assert {name: given_late(trace, given) for name, trace in before.items()} == after != before
+    assert {name: with_late_rewards(trace, given) for name, trace in before.items()} == after != before
 
 
 def test_the_first_that_is_refused_is_raised_and_the_others_are_given(served) -> None:

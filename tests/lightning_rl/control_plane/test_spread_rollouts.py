@@ -25,7 +25,7 @@ def trace(name: str, status: str = "succeeded") -> RolloutTrace:
 def answer(rollouts: SpreadRollouts[str], server: str) -> None:
     """The server is asked for what it is to be asked for."""
     requests = rollouts.to_ask(server)
-    rollouts.asked(server, [rollout(str(request.rollout_id), "queued") for request in requests])
+    rollouts.enqueued(server, [rollout(str(request.rollout_id), "queued") for request in requests])
 
 
 @given(st.data())

@@ -15,7 +15,7 @@ import lightning_rl as lrl
 from lightning_rl.config import ConfigError
 from lightning_rl.ppo import policy_learner
 from lightning_rl.ppo.batch import StepBatch
-from lightning_rl.ppo.privileged import TaughtCall, told_before
+from lightning_rl.ppo.privileged import TaughtCall, messages_with_text
 from lightning_rl.telemetry.metrics.jsonl import read as read_metrics
 from lightning_rl_proxy.rendering.load import load_renderer
 from tests.lightning_rl.ppo.agents import two_calls
@@ -81,7 +81,7 @@ def test_the_teacher_scores_the_sampled_tokens_behind_the_prompt_that_tells_more
                     continue
                 path = part.trajectory.forest.nodes[call_id].path()
                 text = f"{SECRET} {task}" + (" again" if len(path) == 2 else "")
-                ids = RENDERER.render(told_before(spoken[path[0].call.call_id].messages, text), None)
+                ids = RENDERER.render(messages_with_text(spoken[path[0].call.call_id].messages, text), None)
                 for node in path:
                     ids += node.call.prompt_ids if node is not path[0] else []
                     before, ids = ids, ids + node.call.response_ids
@@ -153,7 +153,7 @@ def test_functions_that_cannot_be_used_are_refused() -> None:
 @given(st.lists(st.tuples(st.sampled_from(["system", "user", "assistant"]), st.text("ab ", max_size=4)), max_size=4))
 def test_the_text_stands_in_the_first_user_message(messages: list[tuple[str, str]]) -> None:
     before = [{"role": role, "content": content} for role, content in messages]
-    told = told_before(before, "TEXT")
+    told = messages_with_text(before, "TEXT")
     [where] = [index for index, message in enumerate(told) if "TEXT" in message["content"]]
     assert told[where]["role"] == "user"
     assert all(message["role"] != "user" for message in told[:where])

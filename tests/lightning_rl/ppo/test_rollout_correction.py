@@ -11,7 +11,7 @@ import pytest
 from lightning_rl.config.schema import RolloutCorrection
 from lightning_rl.inference.weights.check import Tolerance
 from lightning_rl.ppo.batch import BatchRules, StepBatch, records
-from lightning_rl.ppo.rollout_correction import SamplerCheck, SamplerMismatch, correct, found_in_update, rules_of
+from lightning_rl.ppo.rollout_correction import SamplerCheck, SamplerMismatch, correct, rules_of, update_metrics
 from lightning_rl.training.batch import mini_batches
 from tests.adapters.forests import make_call
 from tests.lightning_rl.ppo.test_batch import advantages, build, excluded, rollout
@@ -175,7 +175,7 @@ def test_old_log_probs_are_the_trainers_or_with_bypass_the_samplers_which_are_co
 
 
 def test_old_log_probs_that_an_update_finds_are_compared_and_measured() -> None:
-    told = found_in_update(step([[1, 9, 1, 1]]), rules_of(RolloutCorrection()))
+    told = update_metrics(step([[1, 9, 1, 1]]), rules_of(RolloutCorrection()))
     assert told["training/rollout_probs_diff_max"] == pytest.approx(np.log(9), rel=1e-5)
     assert told["rollout_corr/kl"] == pytest.approx(-np.log(9) / 4, rel=1e-5)
 

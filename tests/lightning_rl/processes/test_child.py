@@ -108,7 +108,7 @@ def test_alarms_and_other_lines_become_warnings(module, caplog) -> None:
         "the child: trouble with the disk is over",
         "the child: a library's line",
     ]
-    assert child.told["started"]
+    assert child.reported["started"]
 
 
 def eventually(what) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lightning_rl.agents.agent import as_agent
 from lightning_rl.config.schema import RayActors
-from lightning_rl.runner.on_ray import OutOfReach, asked, check_reach, launch, room, seats
+from lightning_rl.runner.on_ray import OutOfReach, check_reach, launch, resources_of, room, seats
 
 CORES = st.lists(st.integers(0, 64), min_size=1, max_size=8)
 
@@ -29,7 +29,7 @@ def test_all_slots_are_divided_over_actors_that_there_is_room_for(
     processes = [slots for actor in actors for slots in actor]
     assert sum(processes) == n_runners
     assert all(slots > 0 for slots in processes), "none is started for nothing"
-    assert len(actors) <= (num_actors or max(servers, room(nodes, asked(given))))
+    assert len(actors) <= (num_actors or max(servers, room(nodes, resources_of(given))))
     assert len(actors) >= min(n_runners, servers), "each server has one"
     assert all(len(actor) <= max(1, num_cpus) for actor in actors)
     per_actor = [sum(actor) for actor in actors]
@@ -42,7 +42,7 @@ def test_an_actor_serves_one_server_so_there_are_as_many() -> None:
 
 
 def test_an_actor_needs_all_that_it_asks_for_on_one_machine() -> None:
-    need = asked(RayActors(num_cpus=2.0, num_gpus=0.5, resources={"browser": 1.0}))
+    need = resources_of(RayActors(num_cpus=2.0, num_gpus=0.5, resources={"browser": 1.0}))
     assert need == {"CPU": 2.0, "GPU": 0.5, "browser": 1.0}
     whole = {"CPU": 8.0, "GPU": 1.0, "browser": 5.0, "memory": 1.0}
     assert room([whole], need) == 2  # by its GPU
@@ -75,7 +75,7 @@ def test_a_ray_of_our_own_listens_on_the_loopback_alone(monkeypatch: pytest.Monk
         monkeypatch.delenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", raising=False)
         with (
             pytest.raises(Stop),
-            launch(1, as_agent(lambda task: 1.0), ["http://x"], "key", given=RayActors(address=address)),
+            launch(1, as_agent(lambda task: 1.0), ["http://x"], "key", actors=RayActors(address=address)),
         ):
             pass
         return told, os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")

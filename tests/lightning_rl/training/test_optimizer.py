@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_rl.training.optimizer import Optimizer, OptimizerConfig, OptimizerRefused, check, lr_factor
-from lightning_rl.training.state import put_together
+from lightning_rl.training.state import from_parts
 
 
 def config(**changes: Any) -> OptimizerConfig:
@@ -31,7 +31,7 @@ def weights(seed: int = 0) -> list[nn.Parameter]:
 
 def test_a_folder_that_names_another_class_is_refused() -> None:
     with pytest.raises(ValueError, match="an optimizer state in the checkpoint is a 'Path'"):
-        put_together({"low_bit": "Path", "parts": {}, "about": []})
+        from_parts({"low_bit": "Path", "parts": {}, "about": []})
 
 
 def give_gradients(parameters: list[nn.Parameter], seed: int) -> None:

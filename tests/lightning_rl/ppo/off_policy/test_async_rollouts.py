@@ -92,9 +92,9 @@ def names(groups: list[list[Trajectory]]) -> list[str]:
 def test_one_step_is_asked_for_before_the_update_of_the_step_before() -> None:
     rollouts = Scripted(lambda waiting: waiting)
     groups = in_flight(OneStepOff(2), rollouts)
-    assert names(groups.hand_over(0, 4, 1.0).taken) == ["1.0", "1.1"]
+    assert names(groups.hand_over(0, 4, 1.0).groups) == ["1.0", "1.1"]
     assert rollouts.asked == ["1.0-0", "1.0-1", "1.1-0", "1.1-1", "2.0-0", "2.0-1", "2.1-0", "2.1-1"]
-    assert names(groups.hand_over(1, 2, 1.0).taken) == ["2.0", "2.1"]
+    assert names(groups.hand_over(1, 2, 1.0).groups) == ["2.0", "2.1"]
     assert len(rollouts.asked) == 8  # the run ends: no more are needed
     assert len(groups) == 0
 
@@ -102,18 +102,18 @@ def test_one_step_is_asked_for_before_the_update_of_the_step_before() -> None:
 def test_groups_that_end_first_are_handed_over_first_and_the_others_stay_in_flight() -> None:
     rollouts = Scripted(lambda waiting: [rollout_id for rollout_id in waiting if not rollout_id.startswith("1.0")][:2])
     groups = in_flight(Async(2, 1), rollouts)
-    assert names(groups.hand_over(0, 8, 1.0).taken) == ["1.1", "2.0"]
+    assert names(groups.hand_over(0, 8, 1.0).groups) == ["1.1", "2.0"]
     assert {rollout_id[:3] for rollout_id in groups.waiting} == {"1.0", "2.1"}
     assert "3.0-0" not in rollouts.asked  # as many as the bound bears while the step computes
     rollouts.end(["1.0-0", "1.0-1"])
-    assert names(groups.hand_over(1, 6, 1.0).taken) == ["1.0", "2.1"]
+    assert names(groups.hand_over(1, 6, 1.0).groups) == ["1.0", "2.1"]
     assert "3.0-0" in rollouts.asked
 
 
 def test_a_group_is_whole_when_its_last_rollout_has_ended() -> None:
     rollouts = Scripted(lambda waiting: waiting[-1:])
     groups = in_flight(OneStepOff(1), rollouts)
-    [group] = groups.hand_over(0, 1, 1.0).taken
+    [group] = groups.hand_over(0, 1, 1.0).groups
     assert [trajectory.rollout_id for trajectory in group] == ["1.0-0", "1.0-1"]
     assert rollouts.read_ids == ["1.0-0", "1.0-1"]  # together, though they ended apart
 
@@ -125,9 +125,9 @@ def test_groups_are_left_out_with_their_reasons_and_replaced() -> None:
     rollouts = Scripted(lambda waiting: waiting)
     groups = in_flight(Async(2, 1), rollouts, why_not=why_not)
     found = groups.hand_over(0, 8, 1.0)
-    assert names(found.taken) == ["1.0", "2.0"]
+    assert names(found.groups) == ["1.0", "2.0"]
     assert [(group[0].group_id, reason) for group, reason in found.left_out] == [("1.1", "stale")]
-    assert groups.asked - len(groups) == 3
+    assert groups.next_place - len(groups) == 3
     assert "3.0-0" in rollouts.asked  # in its place
 
 
@@ -136,7 +136,7 @@ def test_a_step_takes_what_there_is_when_too_many_say_nothing() -> None:
         return None if group[0].group_id == "2.1" else "zero_variance"
 
     found = in_flight(Async(2, 1), Scripted(lambda waiting: waiting), why_not=why_not, most=6).hand_over(0, 40, 1.0)
-    assert names(found.taken) == ["2.1"]
+    assert names(found.groups) == ["2.1"]
     assert len(found.left_out) >= 5
 
 
@@ -167,21 +167,21 @@ def test_groups_of_several_versions_that_a_killed_run_had_in_flight_keep_their_o
     rollouts = Scripted(lambda waiting: waiting)
     groups = in_flight(Async(2, 2), rollouts, state={"asked": 4, "groups": [(0, 1), (1, 0), (3, 1)]})
     assert groups.rollout_ids == ["1.0-0", "1.0-1", "1.1-0", "1.1-1", "2.1-0", "2.1-1"]
-    assert names(groups.hand_over(2, 40, 1.0).taken) == ["1.0", "1.1"]
+    assert names(groups.hand_over(2, 40, 1.0).groups) == ["1.0", "1.1"]
 
 
 def test_what_a_killed_run_had_in_flight_is_asked_for_again_and_nothing_else() -> None:
     rollouts = Scripted(lambda waiting: [rollout_id for rollout_id in waiting if not rollout_id.startswith("1.0")][:2])
     first = in_flight(Async(2, 2), rollouts)
-    taken = names(first.hand_over(0, 40, 1.0).taken)
+    taken = names(first.hand_over(0, 40, 1.0).groups)
     state = msgspec.json.decode(msgspec.json.encode(first.state_dict()))
     later = Scripted(lambda waiting: waiting)
     later.done = rollouts.done  # the store knows what has ended
     second = in_flight(Async(2, 2), later, state=state)
     assert second.state_dict() == first.state_dict()
     assert sorted(later.asked) == sorted(set(rollouts.asked) - {f"{name}-{k}" for name in taken for k in range(N)})
-    assert names(second.hand_over(1, 38, 1.0).taken) == ["1.0", "2.1"]
-    assert second.asked > first.asked
+    assert names(second.hand_over(1, 38, 1.0).groups) == ["1.0", "2.1"]
+    assert second.next_place > first.next_place
 
 
 def test_groups_that_ended_and_were_not_taken_are_in_flight_where_a_run_goes_on() -> None:
@@ -191,7 +191,7 @@ def test_groups_that_ended_and_were_not_taken_are_in_flight_where_a_run_goes_on(
     later = Scripted(lambda waiting: waiting)
     later.done = rollouts.done
     second = in_flight(Async(2, 2), later, state=first.state_dict())
-    assert names(second.hand_over(1, 38, 1.0).taken) == ["2.0", "2.1"]
+    assert names(second.hand_over(1, 38, 1.0).groups) == ["2.0", "2.1"]
     assert "1.0-0" not in later.asked
 
 
@@ -214,7 +214,7 @@ def test_what_a_killed_run_had_asked_for_beyond_the_end_is_cancelled_and_read_to
     for left in (4, 2):
         groups.hand_over(0, left, 1.0)
     assert names(groups.cancel(1.0)) == ["3.0", "3.1"]
-    assert groups.asked == 6
+    assert groups.next_place == 6
     assert not set(rollouts.asked) & {"3.0-0", "3.1-0"}
     assert rollouts.open == []
 
@@ -228,6 +228,6 @@ def test_every_group_is_asked_for_once_and_handed_over_once(
     groups = in_flight(Async(batch, threshold), rollouts)
     handed: list[HandedOver] = [groups.hand_over(step, (steps - step) * batch, 1.0) for step in range(steps)]
     assert len(set(rollouts.asked)) == len(rollouts.asked) == steps * batch * N
-    taken = [trajectory.rollout_id for found in handed for group in found.taken for trajectory in group]
+    taken = [trajectory.rollout_id for found in handed for group in found.groups for trajectory in group]
     assert sorted(taken) == sorted(rollouts.asked)
-    assert all(names(found.taken) == sorted(names(found.taken)) for found in handed)
+    assert all(names(found.groups) == sorted(names(found.groups)) for found in handed)
