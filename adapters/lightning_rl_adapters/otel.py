@@ -160,7 +160,7 @@ def _span(
     emitted: bool,
 ) -> Span:
     span_attributes = {
-        _kept_as(name, semconv.EMITTED_ATTRIBUTES if emitted else frozenset(), value): value
+        _stored_name(name, semconv.EMITTED_ATTRIBUTES if emitted else frozenset(), value): value
         for name, value in attributes.items()
         if name not in _NO_ATTRIBUTE
     }
@@ -168,7 +168,7 @@ def _span(
         span_id=_span_id(place, wire.trace_id, wire.span_id),
         rollout_id=place.rollout_id,
         attempt_id=place.attempt_id,
-        name=_kept_as(wire.name, semconv.EMITTED_SPANS if emitted else frozenset()),
+        name=_stored_name(wire.name, semconv.EMITTED_SPANS if emitted else frozenset()),
         number=wire.start_time_unix_nano,
         start_ns=wire.start_time_unix_nano,
         end_ns=wire.end_time_unix_nano,
@@ -200,7 +200,7 @@ def _span_id(place: SpanPlace, trace_id: bytes, span_id: bytes) -> str:
     return f"{place.attempt_id}:{trace_id.hex()}:{span_id.hex()}"
 
 
-def _kept_as(name: str, allowed: frozenset[str], value: Any = "") -> str:
+def _stored_name(name: str, allowed: frozenset[str], value: Any = "") -> str:
     """The name, or that of somebody else's: of what is ours, and of a model that is no name."""
     is_ours = name.startswith(_OURS) and name not in allowed
     model = name == semconv.RESPONSE_MODEL and not isinstance(value, str)

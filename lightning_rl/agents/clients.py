@@ -32,12 +32,12 @@ _of_loop_of_forked: dict[str, Any] = {}
 
 def http_client() -> Any:
     """The `httpx.Client` of the process, as the `openai` SDK sets one up."""
-    return _in_process("http", lambda: _kept(openai.DefaultHttpxClient))
+    return _in_process("http", lambda: _unclosable(openai.DefaultHttpxClient))
 
 
 def async_http_client() -> Any:
     """The `httpx.AsyncClient` of the running event loop; outside of one, a new one."""
-    return _in_loop("http", lambda: _kept(openai.DefaultAsyncHttpxClient))
+    return _in_loop("http", lambda: _unclosable(openai.DefaultAsyncHttpxClient))
 
 
 def openai_client() -> openai.OpenAI:
@@ -59,7 +59,7 @@ def anthropic_client() -> "anthropic.Anthropic":
     import anthropic
 
     def make() -> anthropic.Anthropic:
-        return anthropic.Anthropic(**_UNUSED, http_client=_kept(anthropic.DefaultHttpxClient))
+        return anthropic.Anthropic(**_UNUSED, http_client=_unclosable(anthropic.DefaultHttpxClient))
 
     client: anthropic.Anthropic = _in_process("anthropic", make)
     return client
@@ -70,7 +70,7 @@ def async_anthropic_client() -> "anthropic.AsyncAnthropic":
     import anthropic
 
     def make() -> anthropic.AsyncAnthropic:
-        return anthropic.AsyncAnthropic(**_UNUSED, http_client=_kept(anthropic.DefaultAsyncHttpxClient))
+        return anthropic.AsyncAnthropic(**_UNUSED, http_client=_unclosable(anthropic.DefaultAsyncHttpxClient))
 
     client: anthropic.AsyncAnthropic = _in_loop("anthropic", make)
     return client
@@ -83,10 +83,10 @@ def make_for_forked() -> None:
         (_of_forked, "OpenAI", "Anthropic", "DefaultHttpxClient"),
         (_of_loop_of_forked, "AsyncOpenAI", "AsyncAnthropic", "DefaultAsyncHttpxClient"),
     ):
-        of["http"] = _kept(getattr(openai, http))
+        of["http"] = _unclosable(getattr(openai, http))
         of["openai"] = getattr(openai, openai_kind)(**_UNUSED, http_client=of["http"])
         if (sdk := sys.modules.get("anthropic")) is not None:
-            of["anthropic"] = getattr(sdk, anthropic_kind)(**_UNUSED, http_client=_kept(getattr(sdk, http)))
+            of["anthropic"] = getattr(sdk, anthropic_kind)(**_UNUSED, http_client=_unclosable(getattr(sdk, http)))
 
 
 def warm_up() -> None:
@@ -134,7 +134,7 @@ def warm_up() -> None:
         loop.close()
 
 
-def _kept(kind: Any) -> Any:
+def _unclosable(kind: Any) -> Any:
     """A client of that class which stays open when one of those that use it is closed."""
 
     class Kept(kind):  # type: ignore[misc]

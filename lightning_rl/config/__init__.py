@@ -227,7 +227,7 @@ def _keys_by_name(schema: type[Config]) -> Mapping[str, Key]:
 
 
 @functools.cache
-def _known(schema: type[Config]) -> tuple[frozenset[str], frozenset[str]]:
+def _valid_names(schema: type[Config]) -> tuple[frozenset[str], frozenset[str]]:
     """The names of the keys, with `name.*` where a value is a dict, and the names of their groups."""
     keys_by_name = _keys_by_name(schema)
     valid = {*keys_by_name, *(f"{key.name}.*" for key in keys_by_name.values() if _is_dict(key.type))}
@@ -353,7 +353,7 @@ def _nested(values: Mapping[str, Any]) -> DictConfig:
 
 
 def _check_names(names: Sequence[str] | Iterator[str], schema: type[Config]) -> None:
-    valid, groups = _known(schema)
+    valid, groups = _valid_names(schema)
     for name in names:
         if name not in valid and name not in groups and not any(f"{outer}.*" in valid for outer in _outer(name)):
             all_names = valid | groups | verl_keys.NAMES

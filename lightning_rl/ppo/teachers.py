@@ -99,9 +99,9 @@ def teach(
         for part in batch.parts:
             if away:
                 unasked = [~_with_teacher(each, teacher_of, places_by_id) for each in part.sequences]
-                not_away = [_known(each) | other for each, other in zip(part.sequences, unasked, strict=True)]
+                not_away = [_is_taught(each) | other for each, other in zip(part.sequences, unasked, strict=True)]
                 part.keep(not_away, "teacher_away")
-            part.keep([_known(each) for each in part.sequences], "untaught")
+            part.keep([_is_taught(each) for each in part.sequences], "untaught")
     return untaught
 
 
@@ -122,7 +122,7 @@ def _skipped(teachers: Mapping[str, Teacher]) -> int:
     return sum(teacher.skipped for teacher in teachers.values() if isinstance(teacher, ServedTeacher))
 
 
-def _known(sequence: TrainingSequence) -> NDArray[np.bool_]:
+def _is_taught(sequence: TrainingSequence) -> NDArray[np.bool_]:
     """Of which trained tokens [K] a teacher has said anything."""
     assert sequence.teacher_log_probs is not None
     return ~np.isnan(sequence.teacher_log_probs)

@@ -21,13 +21,13 @@ def error_info(error: BaseException, claim: Claim) -> ErrorInfo:
     shown = traceback.TracebackException.from_exception(error)  # which comes through exceptions that cannot be shown
     return ErrorInfo(
         type=type(error).__name__,
-        message=_kept(str(shown)),
-        traceback=_kept("".join(shown.format())),
+        message=_shortened(str(shown)),
+        traceback=_shortened("".join(shown.format())),
         infrastructure=is_infrastructure(error, claim),
     )
 
 
-def _kept(text: str) -> str:
+def _shortened(text: str) -> str:
     text = encodable(text)
     left_out = len(text) - 2 * _ENDS
     return text if left_out <= 0 else f"{text[:_ENDS]}\n[... {left_out} characters left out ...]\n{text[-_ENDS:]}"

@@ -231,9 +231,7 @@ class _Runner:
 
     def _replace(self) -> None:
         """Let another process follow one that retires, and have what such a one has freed."""
-        if (
-            self._present.retires and self._remaining is None
-        ):  # else what is left is known only when it has ended: `check`
+        if self._present.retires and self._remaining is None:  # else it is known only when that has ended: `check`
             self._warn_of_hanging()
             self._retiring.append(self._present)
             self._next()

@@ -192,7 +192,7 @@ class Actor(Learner):
                 loss = loss - self.config.entropy_coeff * (weights * entropies).sum()
             shares = {"actor/pg_loss": pg_loss}
             if self.config.kl_loss_coef:
-                reference = self._gather(_known(s, "reference_log_probs") for s in micro)
+                reference = self._gather(_finite_values(s, "reference_log_probs") for s in micro)
                 penalty = kl_penalty(log_probs, reference, self.config.kl_loss_type)
                 shares["actor/kl_loss"] = (weights * penalty).sum()
                 loss = loss + self.config.kl_loss_coef * shares["actor/kl_loss"]
@@ -310,7 +310,7 @@ class Actor(Learner):
         """`old` where the sequences do not have theirs yet."""
         return LossInputs(
             log_probs=log_probs,
-            old_log_probs=self._gather(_known(s, "old_log_probs") for s in sequences) if old is None else old,
+            old_log_probs=self._gather(_finite_values(s, "old_log_probs") for s in sequences) if old is None else old,
             advantages=self._gather(s.advantages for s in sequences),
             sequence=self._gather(np.full(len(s.trained), s.rollout) for s in sequences),
             constants=self._constants(sequences, constants) if constants else None,
@@ -345,7 +345,7 @@ def _by_id(sequences: Sequence[TrainingSequence], values: Tensor) -> dict[int, T
     return {id(sequence): own for sequence, own in zip(sequences, parts, strict=True)}
 
 
-def _known(sequence: TrainingSequence, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _finite_values(sequence: TrainingSequence, name: str) -> np.ndarray[Any, np.dtype[np.float32]]:
     """`old_log_probs` or `reference_log_probs`, which must be set, and be numbers."""
     values: np.ndarray[Any, np.dtype[np.float32]] | None = getattr(sequence, name)
     if values is None:

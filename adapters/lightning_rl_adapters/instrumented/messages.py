@@ -32,7 +32,7 @@ def messages_of(attributes: Mapping[str, Any]) -> SpanMessages:
     """What a span's attributes say, and its events where these do not."""
     whole = with_details(attributes)
     prompt = [*_instructions(whole), *_listed(whole, semconv.INPUT_MESSAGES, _PROMPTS)] or [
-        *_asked_in_events(attributes)
+        *_prompts_in_events(attributes)
     ]
     prompt = prompt or _of_litellm(whole, ".messages")
     answers = raw_answers(attributes)
@@ -42,7 +42,7 @@ def messages_of(attributes: Mapping[str, Any]) -> SpanMessages:
 
 def raw_answers(attributes: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The answers as a span or its events have them, one a choice, with whatever else stands there, such as ids."""
-    listed = _listed(with_details(attributes), semconv.OUTPUT_MESSAGES, _ANSWERS) or [*_answered_in_events(attributes)]
+    listed = _listed(with_details(attributes), semconv.OUTPUT_MESSAGES, _ANSWERS) or [*_answers_in_events(attributes)]
     if listed:
         return listed
     choices = _of_litellm(attributes, ".choices")
@@ -128,7 +128,7 @@ def _events(attributes: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, A
         yield event.get("name"), event_attributes if isinstance(event_attributes, dict) else {}
 
 
-def _asked_in_events(attributes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _prompts_in_events(attributes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name, of in _events(attributes):
         if name in _EVENT_ROLES:
             yield {"role": _EVENT_ROLES[name], **of}
@@ -136,7 +136,7 @@ def _asked_in_events(attributes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             yield from _dicts(from_json(of.get("gen_ai.prompt")))
 
 
-def _answered_in_events(attributes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _answers_in_events(attributes: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name, of in _events(attributes):
         if name == "gen_ai.choice":
             message = from_json(of.get("message"))

@@ -169,9 +169,8 @@ class ClaimOperations(RolloutOperations):
         self, connection: sa.Connection, places: Sequence[tuple[str, str]]
     ) -> dict[tuple[str, str], AttemptStatus]:
         """The attempts' statuses, by rollout and attempt id; unknown ones are left out."""
-        return {
-            (row.rollout_id, row.attempt_id): row.status for row in queries.existing_attempt_rows(connection, places)
-        }
+        rows = queries.existing_attempt_rows(connection, places)
+        return {(row.rollout_id, row.attempt_id): row.status for row in rows}
 
     @reads
     def closed(self, connection: sa.Connection, places: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

@@ -25,14 +25,14 @@ class Seat(NamedTuple):
     gpus: tuple[str, ...] | None
 
 
-def reserve(bundles: Sequence[Mapping[str, float]], strategy: str, who: str, advice: str) -> Any:
+def reserve(bundles: Sequence[Mapping[str, float]], strategy: str, subject: str, advice: str) -> Any:
     """A placement group; whoever makes one gives it back. Raises NoPlace, which says who finds none, and `advice`."""
     from ray.util.placement_group import placement_group, remove_placement_group
 
     room = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
     if not room.wait(_PLACING_SECONDS):
         remove_placement_group(room)
-        raise NoPlace(f"{who} no room, {len(bundles)} x {dict(bundles[0])}: look at `ray status`; {advice}")
+        raise NoPlace(f"{subject} no room, {len(bundles)} x {dict(bundles[0])}: look at `ray status`; {advice}")
     return room
 
 

@@ -134,7 +134,7 @@ def output_layer(
     with _replaced(head, instead):
         actual = logits()
     sent = shown.to(actual.device, next(model.parameters()).dtype if autocast is None else autocast)
-    for behind in _known(config):
+    for behind in _behinds(config):
         expected = behind(sent.clone())[None].expand(actual.shape)
         if torch.allclose(actual.float(), expected.float(), rtol=2 * torch.finfo(sent.dtype).eps, atol=1e-6):
             if behind != IDENTITY and isinstance(model, FSDPModule):
@@ -143,7 +143,7 @@ def output_layer(
     return "it does something with its logits that is not known here"
 
 
-def _known(config: Any) -> Iterator[Behind]:
+def _behinds(config: Any) -> Iterator[Behind]:
     """What models are known to do with their logits, by the names of their configs."""
     yield IDENTITY
     if isinstance(cap := getattr(config, "final_logit_softcapping", None), int | float):
