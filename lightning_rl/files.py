@@ -86,8 +86,16 @@ def finished(run_dir: Path) -> dict[str, int] | None:
 def write_whole(path: Path, content: bytes) -> None:
     """Replace `path` by `content` in one step."""
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def is_a_runs_own(path: Path, run_dir: Path, *written: str) -> bool:
+    """Whether a file is there and in a run's folder, under another name than what may be `written` there anew."""
+    return path.is_file() and run_dir.resolve() in path.resolve().parents and path.name not in written

@@ -148,10 +148,10 @@ def spans_with_otel(spans: Sequence[Span]) -> list[Span]:
     if not otel_calls:
         return list(spans)
     messages = {
-        call.call_id: (conversation.prompt, conversation.answers[number : number + 1])
+        call.call_id: (conversation.prompt, conversation.answers[place : place + 1])
         for llm_call in llm_calls.with_ids
         if (conversation := messages_of(llm_call.span.attributes))
-        for number, call in enumerate(_calls(llm_call))
+        for place, call in zip(_places(llm_call), _calls(llm_call), strict=True)
     }
     recorded = {span.span_id: span for span in spans if span.name == semconv.CALL_SPAN}
     calls: list[Span] = []
@@ -283,8 +283,13 @@ def _continued(call: Call, earlier: Sequence[Call], whole: Mapping[str, list[int
 
 
 def _calls(llm_call: ConventionCall) -> list[Call]:
-    choices = [choice for choice in llm_call.answer.choices if choice.ids]
-    return [_call(llm_call, number, choice) for number, choice in enumerate(choices)]
+    choices = llm_call.answer.choices
+    return [_call(llm_call, number, choices[place]) for number, place in enumerate(_places(llm_call))]
+
+
+def _places(llm_call: ConventionCall) -> list[int]:
+    """Which of its answers have token ids."""
+    return [place for place, choice in enumerate(llm_call.answer.choices) if choice.ids]
 
 
 def _call(llm_call: ConventionCall, number: int, choice: ConventionChoice | None) -> Call:

@@ -9,7 +9,8 @@ import typer
 def run(
     folder: Annotated[Path | None, typer.Argument(help="The run's folder; by default the newest below runs/.")] = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The file; by default report.html in the run's folder.")
+        Path | None,
+        typer.Option("--output", "-o", help="The file, or its folder; by default report.html in the run's folder."),
     ] = None,
 ) -> None:
     """Write a run's report to one HTML file: curves, token account, findings, rollouts before and after, the config.
@@ -24,5 +25,5 @@ def run(
     from lightning_rl.viewer.report import write
 
     run_dir = folder or newest_run()
-    file = write(run_dir, output or run_dir / "report.html")
+    file = write(run_dir, output or run_dir)
     typer.echo(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")

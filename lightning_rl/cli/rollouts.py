@@ -75,13 +75,20 @@ def list_rollouts(
         for rollout in rollouts:
             _tell_json(rollout)
         return
-    table = Table(box=None, pad_edge=False)
-    for name in _columns():
-        table.add_column(name, no_wrap=True, justify="right" if name in ("tries", "reward", "seconds") else "left")
-    for rollout in rollouts:
-        table.add_row(*_cells(rollout))
+    names, rows = _columns(), [_cells(rollout) for rollout in rollouts]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     console = Console(highlight=False, markup=False)
     console.width = console.width if console.is_terminal else max(console.width, _PIPED_WIDTH)
+    # The task gives way, down to its column's name; in a narrower terminal lines go on below.
+    beside = sum(widths[:-1]) + len(names) - 1
+    widths[-1] = max(len(names[-1]), min(widths[-1], console.width - beside))
+    console.width = max(console.width, beside + widths[-1])
+    table = Table(box=None, pad_edge=False)
+    for name, width in zip(names, widths, strict=True):
+        side: Any = "right" if name in ("tries", "reward", "seconds") else "left"
+        table.add_column(name, no_wrap=True, width=width, justify=side)
+    for row in rows:
+        table.add_row(*row)
     console.print(table if rollouts else "no such rollouts")
     if are_more:
         typer.echo(f"these are the newest {limit}; more with --limit {10 * limit}", err=True)
@@ -260,7 +267,7 @@ def _key(run_dir: Path | None) -> str:
 
 
 def _columns() -> tuple[str, ...]:
-    return ("rollout", "status", "mode", "group", "tries", "reward", "seconds", "task or error")
+    return ("rollout", "status", "mode", "group", "tries", "reward", "seconds", "error and task")
 
 
 def _cells(rollout: Rollout) -> tuple[str, ...]:
@@ -271,7 +278,8 @@ def _cells(rollout: Rollout) -> tuple[str, ...]:
 
     seconds = "-" if rollout.ended_at is None else f"{rollout.ended_at - rollout.created_at:.1f}"
     error = rollout.error
-    text = msgspec.json.encode(rollout.task).decode() if error is None else f"{error.type}: {error.message}"
+    texts = [] if error is None else [f"{error.type}: {error.message}"]
+    texts.append(msgspec.json.encode(rollout.task).decode())
     return (
         rollout.rollout_id,
         rollout.status,
@@ -280,12 +288,14 @@ def _cells(rollout: Rollout) -> tuple[str, ...]:
         str(rollout.attempt_count),
         "-" if rollout.reward is None else f"{rollout.reward:g}",
         seconds,
-        draw.first_words(text, _WORDS),
+        "  ".join(draw.first_words(text, _WORDS) for text in texts),
     )
 
 
 def _shown(trace: RolloutTrace, views: "list[AttemptView]", *, folder: Path | None, at_server: bool) -> Iterator[str]:
     import msgspec
+
+    from lightning_rl.inspect import recorded
 
     rollout = trace.rollout
     group = f", group {rollout.group_id}" if rollout.group_id else ""
@@ -300,7 +310,7 @@ def _shown(trace: RolloutTrace, views: "list[AttemptView]", *, folder: Path | No
         yield from _attempt(each, view, counts=each.attempt.attempt_id == rollout.counting_attempt_id)
     if at_server:
         return
-    quoted = "RUN_DIR" if folder is None else shlex.quote(str(folder))
+    quoted = shlex.quote(str(folder or recorded.newest_run()))
     where = "" if folder is None else f" --run-dir {quoted}"
     yield ""
     yield f"Next: lightning-rl explain {rollout.rollout_id}{where}"

@@ -274,7 +274,7 @@ def _sft_of(settings: "TrainConfig") -> str:
 
 def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None) -> dict[str, Any]:
     """What a run with these settings would do, and needs. Raises what it would raise before its first step, but for
-    rewards that nothing gives: the plan says so, beside all the rest."""
+    rewards that nothing gives and an engine that is not here: the plan says so, beside all the rest."""
     from lightning_rl import tutorial
     from lightning_rl.cli import preflight
     from lightning_rl.config import ConfigError
@@ -293,7 +293,10 @@ def _plan(settings: "TrainConfig", run_dir: Path | None, gpus: str | None = None
     resolved_config.check_paths(settings, with_critic=with_critic)
     model = settings.actor_rollout_ref.model.path
     folder = preflight.model_folder_here(settings)
-    engine = preflight.engine(settings)
+    try:
+        engine = preflight.engine(settings)
+    except ConfigError as error:
+        engine = f"NONE HERE, AND IT WOULD NOT BEGIN: {error}"
     datasets = tasks.datasets(settings, None, None, None)
     try:
         scored = tasks.grader_of(settings, algorithm.rules.grader, datasets) is not algorithm.rules.grader

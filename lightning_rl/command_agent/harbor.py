@@ -50,7 +50,7 @@ def of_task(task: Any) -> HarborTask | None:
 def _read(folder: Path) -> HarborTask:
     try:
         fields = tomllib.loads((folder / "task.toml").read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise CommandError(f"{folder / 'task.toml'} cannot be read: {error}") from error
     if "steps" in fields:
         raise CommandError(f"{folder}: a Harbor task of several steps is not run here")

@@ -177,5 +177,8 @@ def _model(entry: Mapping[str, Any]) -> _Registration:
 def _key(key: Any) -> str | None:
     """A service's key, which may name the variable that holds it."""
     if isinstance(key, str) and key.startswith(_ENVIRONMENT):
-        return os.environ[key.removeprefix(_ENVIRONMENT)]
+        variable = key.removeprefix(_ENVIRONMENT)
+        if variable not in os.environ:
+            raise ValueError(f"api_key names the environment variable {variable}, which is not set")
+        return os.environ[variable]
     return None if key is None else str(key)

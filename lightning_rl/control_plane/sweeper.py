@@ -142,10 +142,11 @@ class Sweeper:
             names |= {(e.rollout_id, e.attempt_id) for e in overdue if e.attempt_id in own_ids}
             overdue = [late for late in overdue if late.attempt_id not in lost_ids]
         orphaned = await self._sql.run(self._store.overdue, since_seconds=_ORPHANED_SECONDS)
+        names_and_lost = names | {(late.rollout_id, late.attempt_id) for late in lost}
         lost += [
             msgspec.structs.replace(late, why="server")
             for late in orphaned
-            if (late.rollout_id, late.attempt_id) not in names
+            if (late.rollout_id, late.attempt_id) not in names_and_lost
         ]
         return [late for late in overdue if (late.rollout_id, late.attempt_id) in names] + lost
 

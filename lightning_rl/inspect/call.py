@@ -26,6 +26,8 @@ from lightning_rl_adapters.span import unpack_logprobs
 
 Decode = Callable[[list[int]], str]
 
+_PART_OF_AN_ID = 6  # a shorter number is meant as that of a call
+
 
 class NoSuchCall(Explained):
     """The rollout has no such call, or the call no such token."""
@@ -108,7 +110,10 @@ def find(trace: RolloutTrace, name: str) -> tuple[AttemptTrace, str]:
     names = {other: call_id for each in trace.attempts for other, call_id in names_of(each.spans).items()}
     if name in names:
         return calls[names[name]], names[name]
-    near = [call_id for call_id in calls if name and (call_id.startswith(name) or call_id.endswith(name))]
+    is_number = name.isdecimal() and len(name) < _PART_OF_AN_ID
+    near = [
+        call_id for call_id in calls if name and not is_number and (call_id.startswith(name) or call_id.endswith(name))
+    ]
     if len(near) == 1:
         return calls[near[0]], near[0]
     rollout_id = trace.rollout.rollout_id
@@ -120,7 +125,7 @@ def find(trace: RolloutTrace, name: str) -> tuple[AttemptTrace, str]:
     if not numbered:
         raise NoSuchCall(f"rollout {rollout_id} has no call {name!r}: it made none")
     alike = difflib.get_close_matches(name, calls, n=3, cutoff=0.5)
-    hint = f"near are {', '.join(alike)}" if alike else f"its calls are 1 to {len(numbered)}"
+    hint = f"near are {', '.join(alike)}" if alike and not is_number else f"its calls are 1 to {len(numbered)}"
     raise NoSuchCall(f"rollout {rollout_id} has no call {name!r}; {hint}")
 
 

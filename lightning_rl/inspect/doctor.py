@@ -142,7 +142,7 @@ def _of_learning(evidence: Evidence) -> dict[str, float | None]:
         "reward of the last steps": _mean(_values(rows, "critic/score/mean")[-_edge(rows) :]),
         f"entropy of the last {len(recent)} steps": _mean(_values(recent, "actor/entropy")),
         "mean distance of sampler and trainer": _mean(_values(recent, "training/rollout_probs_diff_mean")),
-        "share of received tokens that are trained": _trained_share(rows),
+        f"share of received tokens that are trained, last {len(recent)} steps": _trained_share(rows),
         "share of groups with variance": _share(sum(not _alike(group) for group in groups), len(groups)),
     }
 

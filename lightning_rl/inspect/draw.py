@@ -106,7 +106,7 @@ def diagnosis(result: Diagnosis) -> list[str]:
         lines += ["", f"{severity}:"] if of_it else []
         for finding in of_it:
             lines += _finding(finding, result.run_dir)
-    return [*lines, "", "looked at:", *(f"  {_n(number):>10}  {name}" for name, number in result.looked_at.items())]
+    return [*lines, "", "looked at:", *map(_looked_at, result.looked_at.items())]
 
 
 def trees(calls: Sequence[CallView]) -> Iterator[str]:
@@ -266,6 +266,11 @@ def first_words(text: str, limit: int) -> str:
     """The text on one line, cut to `limit` characters."""
     text = text.replace("\n", "\\n")
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
+
+
+def _looked_at(named: tuple[str, float]) -> str:
+    name, number = named
+    return f"  {f'{number:,.0f}' if number.is_integer() else _n(number):>10}  {name}"
 
 
 def _finding(finding: Finding, run_dir: str) -> Iterator[str]:

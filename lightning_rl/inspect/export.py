@@ -17,6 +17,7 @@ import sqlalchemy as sa
 
 from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
 from lightning_rl.errors import Explained
+from lightning_rl.files import is_a_runs_own
 from lightning_rl.inspect import folder, pairs, recorded, trained
 from lightning_rl.inspect.rollout_source import Which, pages, resources_of
 from lightning_rl.store import queries
@@ -105,6 +106,8 @@ def export(
     if form == "otlp" and what not in ("spans", "calls"):
         raise NotExported(f"OTLP has spans, and no place for {what}: choose --what spans or calls, or another format")
     file = to / f"{what}.{'parquet' if form == 'parquet' else 'jsonl'}" if to.is_dir() else to
+    if is_a_runs_own(file, run_dir, *(f"{name}.{ending}" for name in WHATS for ending in ("parquet", "jsonl"))):
+        raise NotExported(f"{file} is a file of the run: name another for what is exported")
     if not file.parent.is_dir():
         raise NotExported(f"there is no folder {file.parent.resolve()} for {file.name}: make it, or name another")
     writer = _parquet_writer(what) if form == "parquet" else _write_lines

@@ -99,9 +99,7 @@ def opened(run_dir: Path) -> Iterator[sa.Connection]:
             store = Path(close.enter_context(TemporaryDirectory(prefix="lightning-rl-"))) / STORE
             _copy(run_dir, store)
         if not store.is_file():
-            raise NotRecorded(
-                f"{run_dir.resolve()} holds no run: there is no {STORE} in it; name another with --run-dir"
-            )
+            raise NotRecorded(f"{run_dir.resolve()} holds no run: there is no {STORE} in it; name a run's folder")
         yield close.enter_context(_reading(store))
 
 

@@ -129,11 +129,11 @@ class Plan:
 
 
 def bar(parts: Mapping[str, int], memory: int) -> str:
-    """`memory` as so many characters, each part by its sign; what is beyond it is drawn too."""
+    """`memory` as so many characters, each part by its sign; what is beyond it is drawn too, up to as much again."""
     drawn, before = "", 0
     for part, size in parts.items():
         before += size
-        drawn += _SIGNS[part] * (round(before / memory * _WIDTH) - len(drawn))
+        drawn += _SIGNS[part] * (min(round(before / memory * _WIDTH), 2 * _WIDTH) - len(drawn))
     return f"{drawn:<{_WIDTH}}"
 
 

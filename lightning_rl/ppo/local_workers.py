@@ -65,6 +65,8 @@ def register_model_code(config: Config) -> None:
         folder = None if model.path is None else folder_here(model.path)
         if folder is None:
             continue
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{key}.path={model.path!r}: {folder} is no model's folder, it has no config.json")
         try:
             if model.trust_remote_code:
                 model_code.register(folder)

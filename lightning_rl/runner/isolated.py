@@ -111,7 +111,11 @@ class ForkServer:
             del self._ended[number]
             await asyncio.wait([answer], timeout=_LAST_BYTES_SECONDS)
             answer.cancel()
-        ended(status, None if answer.cancelled() or not answer.done() else answer.result())
+        unread = answer.cancelled() or not answer.done()
+        if not unread and (error := answer.exception()) is not None:  # as that of a process that died
+            _log.error("what the process of rollout %s sent cannot be read: %s", claim.rollout.rollout_id, error)
+            unread = True
+        ended(status, None if unread else answer.result())
 
 
 class _Isolated:

@@ -118,7 +118,8 @@ async def _run(
             )
         except (FileNotFoundError, PermissionError) as error:
             if output is not None:
-                output(f"{command[0]}: {error.strerror}\n")
+                missing = folder if folder is not None and error.filename == folder else command[0]
+                output(f"{missing}: {error.strerror}\n")
             return Done(NOT_FOUND[isinstance(error, FileNotFoundError)], b"")
         except OSError as error:
             if error.errno != errno.E2BIG:
@@ -180,5 +181,7 @@ async def _passed_on(pipe: IO[bytes], printed: bytearray, output: Output | None)
                 printed += data
             elif text := decoder.decode(data):
                 output(text)
+        if output is not None and (text := decoder.decode(b"", final=True)):  # a character that was cut
+            output(text)
     finally:
         transport.close()

@@ -41,7 +41,8 @@ class Generations:
             "step": step,
             "request_id": trajectory.rollout_id,
         }
-        more = {name: value for name, value in trajectory.rewards.named.items() if name not in fields}
+        taken = {*fields, "input", "output"}
+        more = {name: value for name, value in trajectory.rewards.named.items() if name not in taken}
         for row, leaf in zip(trajectory.rows, trajectory.forest.leaves(), strict=True):
             prompt = len(leaf.path()[0].call.prompt_ids)
             texts = {"input": self._text(row.token_ids[:prompt]), "output": self._text(row.token_ids[prompt:])}

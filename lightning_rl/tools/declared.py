@@ -44,6 +44,9 @@ def declared_tools(path: str) -> list[Placed]:
     for at, entry in enumerate(entries):
         where = f"{file}: tools[{at}]"
         _check_keys(where, entry, _ENTRY)
+        for name in ("config", "mcp"):
+            if not isinstance(entry.get(name), Mapping | None):
+                raise ToolError(f"{where}: {name} is {entry[name]!r}; it is a mapping")
         kind = (entry.get("config") or {}).get("type", "native")
         if kind == "native":
             tools.append((_native(where, entry), where))
@@ -118,6 +121,8 @@ def _mcp(where: str, entry: Mapping[str, Any], folder: Path, servers: dict[str, 
 def _selected(where: str, tools: list[Placed], names: list[str] | None) -> list[Placed]:
     if not names:
         return tools
+    if isinstance(names, str):
+        raise ToolError(f"{where}: tool_selected_list is {names!r}; it is a list of names")
     available = [tool.name for tool, _ in tools]
     for name in names:
         if name not in available:
@@ -140,6 +145,8 @@ def _servers(
         raise ToolError(f"{where}: there is no file {path} in {folder}, nor in {Path.cwd()}")
     try:
         specs = json.loads(file.read_text())["mcpServers"]
+        if not isinstance(specs, dict):
+            raise TypeError(f"mcpServers is {specs!r:.80}")
     except (ValueError, KeyError, TypeError) as error:
         raise ToolError(f"{where}: {file} is no JSON file with {{mcpServers: {{...}}}}: {error}") from error
     servers = []

@@ -54,7 +54,7 @@ class ResultLimits:
         if self.side == "left":
             return "(truncated)..." + text[ends[excess - 1] :], excess
         if self.side == "right":
-            return text[: ends[limit - 1]] + "...(truncated)", excess
+            return (text[: ends[limit - 1]] if limit else "") + "...(truncated)", excess
         half = limit // 2
         head = text[: ends[half - 1]] if half else ""
         tail = text[ends[len(ends) - half - 1] :] if half else ""

@@ -1,5 +1,6 @@
 """A run as one file: what was trained and how, its curves, its account, the most telling rollouts, how to repeat it.
 
+REPORT = "report.html"  # in the run's folder
 Made of the page's own views over the page's own answers. Invariant: the file is at most `LARGEST` bytes; what is left
 out for that is counted, never dropped in silence.
 """
@@ -14,13 +15,14 @@ from typing import Any
 
 from lightning_rl.config import compose, to_yaml
 from lightning_rl.errors import Explained
-from lightning_rl.files import write_whole
+from lightning_rl.files import is_a_runs_own, write_whole
 from lightning_rl.inspect.recorded import STORE, NotRecorded
 from lightning_rl.viewer import run_folder
 from lightning_rl.viewer.bundle import document
 from lightning_rl.viewer.run import ViewedRun
 from lightning_rl_adapters.media import urls_of
 
+REPORT = "report.html"  # in the run's folder
 LARGEST = 5_000_000  # bytes: larger pages open slowly, or not at all
 KEY = "run"  # what stands for the run in the file's addresses
 _PAIRS = 8  # tasks that are shown early and late
@@ -31,11 +33,20 @@ class TooLarge(Explained, RuntimeError):
     """A report would not open everywhere."""
 
 
+class NotWritten(Explained, RuntimeError):
+    """A report would take the place of a file of its run."""
+
+
 def write(run_dir: Path, output: Path) -> Path:
-    """Write the report of a run to `output`; its path. Raises NotRecorded, and TooLarge where nothing can be left out
-    that would make it small enough."""
+    """Write the report of a run to `output`, in a folder to REPORT in it; its path.
+
+    Raises NotRecorded; TooLarge where nothing can be left out that would make it small enough; NotWritten.
+    """
     if not run_folder.is_run(run_dir):
         raise NotRecorded(f"{run_dir.resolve()} holds no run: there is neither a {STORE} nor a metrics.jsonl in it")
+    output = output / REPORT if output.is_dir() else output
+    if is_a_runs_own(output, run_dir, REPORT):
+        raise NotWritten(f"{output} is a file of the run: name another for its report")
     with _read(run_dir) as run:
         wanted = _PAIRS
         while True:

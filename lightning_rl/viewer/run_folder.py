@@ -36,9 +36,10 @@ def runs_below(folders: list[Path]) -> list[Path]:
     written_at: dict[Path, float] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise NotRecorded(
-                f"there is no folder {folder.resolve()}: name that of a run, or one that has runs below it"
+            problem = (
+                f"{folder.resolve()} is no folder" if folder.exists() else f"there is no folder {folder.resolve()}"
             )
+            raise NotRecorded(f"{problem}: name that of a run, or one that has runs below it")
         for run_dir in _runs(folder):
             written_at.setdefault(run_dir.resolve(), _written(run_dir))
     if not written_at:

@@ -43,7 +43,8 @@ def page(index: Index, query: Mapping[str, str]) -> dict[str, Any]:
     """
     if unknown := [name for name in query if name not in _KNOWN]:
         raise WrongQuery(f"there is no filter {unknown[0]!r}; there are {', '.join(_KNOWN)}")
-    limit = min(int(_number(query, "limit") or 100), _LARGEST_PAGE)
+    number = _number(query, "limit")
+    limit = 100 if number is None else int(min(number, _LARGEST_PAGE))
     if limit < 1:
         raise WrongQuery(f"limit={query['limit']!r} is below 1")
     column, down = _sort(query.get("sort") or "-position")
@@ -159,9 +160,10 @@ def _behind(column: str, down: bool, after: str | None) -> tuple[list[str], list
         return [], []
     try:
         value, position = json.loads(after)
-        position = int(position)
-        if not isinstance(value, str | int | float | None):
-            raise ValueError(value)
+        if not isinstance(value, str | int | float | None) or not isinstance(position, int):
+            raise ValueError(after)
+        if max(abs(number) for number in (value, position) if isinstance(number, int)) >= 2**63:  # SQLite's
+            raise ValueError(after)
     except (ValueError, TypeError) as error:
         raise WrongQuery(f"after={after!r} is no key of a page: send the `next` of the page before") from error
     beyond = "<" if down else ">"

@@ -83,8 +83,8 @@ class ConventionCall(NamedTuple):
         attributes = self.span.attributes
         value = first(attributes, semconv.REQUEST_TEMPERATURE, *ending(attributes, ".temperature"))
         value = _object(attributes.get("llm.invocation_parameters")).get("temperature", value)
-        numeric = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return float(value) if numeric and value >= 0 else None
+        number = None if isinstance(value, bool) else _finite(value)
+        return number if number is not None and number >= 0 else None
 
     @property
     def server(self) -> str | None:
@@ -263,8 +263,17 @@ def _logprobs(value: Any) -> list[float] | None:
     if not isinstance(entries, list) or not entries:
         return None
     entries = [each.get("logprob") if isinstance(each, dict) else each for each in entries]
-    numbers = [float(each) for each in entries if isinstance(each, int | float) and math.isfinite(each)]
+    numbers = [number for each in entries if (number := _finite(each)) is not None]
     return numbers if len(numbers) == len(entries) else None
+
+
+def _finite(value: Any) -> float | None:
+    """A number as a double; None for another value, and for a number that is none there."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:  # an integer of more than 308 digits
+        return None
+    return number if math.isfinite(number) else None
 
 
 def _object(value: Any) -> dict[str, Any]:

@@ -66,18 +66,20 @@ def place(config: Config, gpus: int, groups: int = 1) -> Placement:
     needed = size * rollout.data_parallel_size if starts else 0
     devices = rollout.devices
     check_keys(config, groups)
-    if sends_from_a_gpu_of_its_own(config):
+    sender = sends_from_a_gpu_of_its_own(config)
+    if sender:
         gpus -= 1
+    there = _are(gpus) + " beside the one that weights are sent from" * sender
     if wanted > gpus:
         raise ConfigError(
             f"{wanted} processes train, a GPU each (trainer.nnodes={trainer.nnodes} x "
             f"trainer.n_gpus_per_node={trainer.per_node}{f' x {groups} groups of models' * (groups > 1)}), and there "
-            f"{_are(gpus)}: lower these, or show the run more GPUs (CUDA_VISIBLE_DEVICES)"
+            f"{there}: lower these, or show the run more GPUs (CUDA_VISIBLE_DEVICES)"
         )
     everything, listed = range(gpus), devices if isinstance(devices, list) else []
     for key, indices in ((_TRAINER, trainer.devices or []), (_ENGINES, listed)):
         if beyond := [gpu for gpu in indices if gpu >= gpus]:
-            raise ConfigError(f"{key}={indices}: there is no GPU {beyond[0]}, there {_are(gpus)}, counted from 0")
+            raise ConfigError(f"{key}={indices}: there is no GPU {beyond[0]}, there {there}, counted from 0")
     rest = [gpu for gpu in everything if gpu not in listed]
     if trainer.devices is None and len(rest) < wanted:
         raise ConfigError(
@@ -96,7 +98,7 @@ def place(config: Config, gpus: int, groups: int = 1) -> Placement:
     else:
         chosen = others[:needed]
     if len(chosen) < needed:
-        free = f"{len(others)} of {gpus} GPUs are not the trainer's" if devices == "apart" else f"there {_are(gpus)}"
+        free = f"{len(others)} of {gpus} GPUs are not the trainer's" if devices == "apart" else f"there {there}"
         raise ConfigError(
             f"{rollout.data_parallel_size} vLLM servers with {size} GPUs each (actor_rollout_ref.rollout."
             f"data_parallel_size x tensor_model_parallel_size) need {needed}, and {free}: lower these"

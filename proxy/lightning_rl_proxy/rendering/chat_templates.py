@@ -549,8 +549,7 @@ def _hermes_call(call_id: str, text: str) -> dict[str, Any] | None:
     try:
         call = json.loads(text)
         name, arguments = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
-        is_call = isinstance(name, str) and isinstance(arguments, dict)
-        return tool_call(call_id, name, arguments) if is_call else None
+        return tool_call(call_id, name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
     except (ValueError, RecursionError):  # no JSON, nested too deep, or with a number of too many digits
         return None
 

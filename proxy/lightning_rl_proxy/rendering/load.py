@@ -74,7 +74,10 @@ def load_renderer(
         raise ValueError(
             f"chat_template_kwargs={kwargs}, history={history!r}: renderer {resolved!r}: {problem}"
         ) from error
-    return LibraryRenderer(renderers.create_renderer(tokenizer, config), tokenizer)
+    try:
+        return LibraryRenderer(renderers.create_renderer(tokenizer, config), tokenizer)
+    except AssertionError as error:  # of a special token that the vocabulary lacks
+        raise ValueError(f"renderer {resolved!r} does not fit the tokenizer of {tokenizer_path}: {error}") from error
 
 
 def _renderer_of_namesake(folder: Path, tokenizer: FastTokenizer, model: str) -> str | None:

@@ -172,10 +172,15 @@ def test_the_plan_looks_at_the_model_the_interpreter_and_memory(place: Path) -> 
         ),
         (["actor_rollout_ref.model.path=lacks"], "has no *.safetensors"),
         (["actor_rollout_ref.model.path=bare"], "no renderer is known for model 'bare'"),
-        ([vllm, "actor_rollout_ref.rollout.python=./nowhere"], "is no Python that starts"),
-        ([vllm, "actor_rollout_ref.rollout.python=./empty"], "there is no vLLM in the environment of ./empty"),
     ):
         assert message in lightning_rl(place, "train", *words, *overrides, fails=True).stderr
+    for python, message in (
+        ("./nowhere", "is no Python that starts"),
+        ("./empty", "there is no vLLM in the environment of ./empty"),
+    ):  # a laptop plans what a cluster runs
+        said = lightning_rl(place, "train", *words, vllm, f"actor_rollout_ref.rollout.python={python}").stdout
+        assert "NONE HERE, AND IT WOULD NOT BEGIN" in said
+        assert message in " ".join(said.split())
 
 
 @pytest.mark.long

@@ -175,7 +175,7 @@ def test_what_is_not_there_is_one_line(run_dir: Path, tmp_path: Path) -> None:
     assert refusal("train") == "'train' names several rollouts, train-1-0, train-1-1: give more of the one you mean"
     empty = tmp_path / "empty"
     empty.mkdir()
-    assert "empty holds no run: there is no store.db in it; name another" in refusal("--run-dir", str(empty))
+    assert "empty holds no run: there is no store.db in it; name a run's folder" in refusal("--run-dir", str(empty))
     assert "gone holds no run" in refusal("--run-dir", str(tmp_path / "gone"))
     assert list(empty.iterdir()) == []
     assert not (tmp_path / "gone").exists()

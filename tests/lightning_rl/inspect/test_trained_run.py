@@ -103,7 +103,7 @@ def test_validation_is_explained_as_what_it_is(run_dir: Path) -> None:
 def test_the_doctor_looks_at_the_run(run_dir: Path) -> None:
     looked_at = json.loads(command(run_dir, "doctor", "--json"))["looked_at"]
     assert (looked_at["steps"], looked_at["rollouts"], looked_at["calls"]) == (1, 8, 16)
-    assert looked_at["share of received tokens that are trained"] > 0
+    assert next(number for name, number in looked_at.items() if name.startswith("share of received tokens")) > 0
     assert looked_at["mean distance of sampler and trainer"] < 1e-3
     printed = command(run_dir, "doctor")
     assert "looked at:" in printed
