@@ -22,7 +22,7 @@ class NotLoadable(Explained, ValueError):
 
 
 def load(spec: str, role: str, *, error: type[NotLoadable] = NotLoadable) -> Any:
-    """The object at `spec`; `role` it is to be, for the error.
+    """The object at `spec`; `role` is what errors call it.
 
     Raises `error` saying what is wrong with `spec`: its form, the file, the module, what the module raises when it is
     imported, or the name.
