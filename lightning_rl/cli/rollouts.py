@@ -80,7 +80,7 @@ def list_rollouts(
     console = Console(highlight=False, markup=False)
     console.width = console.width if console.is_terminal else max(console.width, _PIPED_WIDTH)
     # The task gives way, down to its column's name; in a narrower terminal lines go on below.
-    beside = sum(widths[:-1]) + len(names) - 1
+    beside = sum(widths[:-1]) + 2 * (len(names) - 1)
     widths[-1] = max(len(names[-1]), min(widths[-1], console.width - beside))
     console.width = max(console.width, beside + widths[-1])
     table = Table(box=None, pad_edge=False)

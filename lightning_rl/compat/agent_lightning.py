@@ -8,6 +8,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar, cast
@@ -31,6 +32,8 @@ AttemptedRollout = Rollout
 """What an agent gets as its `rollout`."""
 NamedResources: TypeAlias = Mapping[str, Any]
 """Resources by their names: a `ProxyLLM`, a `PromptTemplate`, or another value."""
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_FLAGS = re.compile(r"\(\?[aiLmsux]+\)")  # of a regular expression: (?i)
 _METHODS = ("rollout", "training_rollout", "validation_rollout")
 
 # Arguments of its Trainer, and what does their work here.
@@ -147,7 +150,11 @@ def agent_match_of(adapter: Any) -> str | None:
         adapter = TripletAdapter(**adapter)
     if adapter is None or isinstance(adapter, TripletAdapter):
         match = None if adapter is None else adapter.agent_match
-        return None if match is None else f".*(?:{match}).*"
+        if match is None:
+            return None
+        flags = _FLAGS.match(match)  # which stand at the very beginning of an expression alone
+        beginning = "" if flags is None else flags[0]
+        return f"{beginning}.*(?:{match[len(beginning) :]}).*"
     raise TypeError(f"Trainer takes no adapter {adapter!r:.80}: {ARGUMENTS['adapter']}")
 
 
@@ -334,10 +341,20 @@ def make_tag_attributes(tags: Sequence[str]) -> dict[str, Any]:
 def setup_logging(
     level: int | str = "INFO", *, apply_to: Sequence[str] | None = None, files: str | Path | None = None
 ) -> None:
-    """Log to stderr, or to a file, at this level: what this library says, and the loggers that `apply_to` names."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", filename=files)
+    """Log to stderr, and to a file, at this level: what this library says, and the loggers that `apply_to` names.
+
+    Raises TypeError for `files` of several loggers: there is one.
+    """
+    if not isinstance(files, str | Path | None):
+        raise TypeError(f"setup_logging takes one file for all that is logged, not files={files!r:.80}")
+    logging.basicConfig(format=_LOG_FORMAT)
+    written = None if files is None else logging.FileHandler(files)
     for name in ("lightning_rl", "lightning_rl_proxy", *(apply_to or ())):
-        logging.getLogger(name.replace("agentlightning", "lightning_rl")).setLevel(level)
+        logger = logging.getLogger(name.replace("agentlightning", "lightning_rl"))
+        logger.setLevel(level)
+        if written is not None:  # beside what the root logger has been told, by us or by others before
+            written.setFormatter(logging.Formatter(_LOG_FORMAT))
+            logger.addHandler(written)
 
 
 def configure_logger(level: int | str = "INFO", name: str = "lightning_rl") -> logging.Logger:

@@ -41,6 +41,12 @@ _INSTEAD = {
     "add_otel_span": _SPANS,
     "update_attempt": "a runner ends its attempts",
     "query_workers": "HttpStore.workers()",
+    "get_worker_by_id": "HttpStore.workers()",
+    "update_worker": "runners tell the server themselves that they live",
+    "query_resources": "get_latest_resources, or get_resources_by_id",
+    "get_next_span_sequence_id": _SPANS,
+    "otlp_traces_endpoint": "a runner sets OTEL_EXPORTER_OTLP_ENDPOINT for its agents (docs/opentelemetry.md)",
+    "capabilities": "all that it can do is a method of it",
     "statistics": "GET /metrics of the server",
 }
 
@@ -90,6 +96,13 @@ class LightningStore:
         request = _request(input, mode, resources_id, config, metadata)
         [rollout] = await asyncio.to_thread(self.store.enqueue, [request])
         return rollout
+
+    async def enqueue_many_rollouts(self, rollouts: Sequence[Any]) -> list[Rollout]:
+        """As many calls of `enqueue_rollout` in one; each has its arguments as attributes, or is a mapping of them."""
+        fields = [one if isinstance(one, Mapping) else vars(one) for one in rollouts]
+        names = ("input", "mode", "resources_id", "config", "metadata")
+        requests = [_request(*(one.get(name) for name in names)) for one in fields]
+        return await asyncio.to_thread(self.store.enqueue, requests)
 
     async def start_rollout(
         self,

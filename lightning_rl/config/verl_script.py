@@ -7,6 +7,7 @@ found; that of `python -m verl...` is noted, the others are skipped. What the sc
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -69,13 +70,23 @@ def command_of(script: Path, environment: Mapping[str, str] = os.environ) -> Ver
 
     Raises ScriptError where it starts none, several, or another program of verl's.
     """
-    words = _one(_commands(script, environment), script)
+    words = [part for word in _one(_commands(script, environment), script) for part in _unquoted(word, script)]
     module = words[words.index("-m") + 1]
     if module not in _TRAINERS:
         raise ScriptError(f"{script} starts {module}: only the training of {_TRAINERS[0]} is translated")
     options, overrides = _options(words[words.index("-m") + 2 :])
     name = options.get("config-name", _CONFIGS[0])
     return VerlCommand(overrides, _config_file(script, options.get("config-path", ""), name))
+
+
+def _unquoted(word: str, script: Path) -> list[str]:
+    """The words of a command that stands in one, as `bash -c` and `ssh` take it; other words as they are."""
+    if " -m verl." not in word:
+        return [word]
+    try:
+        return shlex.split(word)
+    except ValueError as error:
+        raise ScriptError(f"{script}: the command {word!r:.80} cannot be read: {error}") from error
 
 
 def _one(commands: list[list[str]], script: Path) -> list[str]:

@@ -44,7 +44,10 @@ def speed(config: Config, model: Any, traced: TracedStep, budget: Budget) -> Spe
         read = traced.parameters * sampled_dtype(config).itemsize + at_once * length / 2 * cache_bytes(config, model)
         seconds = max(
             read / (gpu.bandwidth[end] * _READ[end] * cards),
-            2 * traced.parameters * at_once / (gpu.flops[end] * _REACHED[end] * cards),
+            2
+            * _passed(model.get_text_config(), traced.parameters)
+            * at_once
+            / (gpu.flops[end] * _REACHED[end] * cards),
         )
         seconds += _BETWEEN[end]
         sampled.append(at_once * servers / seconds)
@@ -58,8 +61,26 @@ def _operations(config: Config, model: Any, traced: TracedStep) -> tuple[float, 
     """Floating-point operations of a token: in an update, and where its log probabilities are computed."""
     policy, text = config.actor_rollout_ref, model.get_text_config()
     attention = 2 * text.num_hidden_layers * text.hidden_size * config.data.max_tokens  # causal: half of the square
-    forward = 2 * traced.parameters + attention
+    forward = 2 * _passed(text, traced.parameters) + attention
     times = 2 if policy.model.lora_rank else 3
     times += policy.model.enable_gradient_checkpointing
-    scored = 1 + (traced.reference is not None)
-    return times * forward * policy.actor.ppo_epochs, scored * forward
+    scored = 1 + (traced.reference is not None) + (traced.critic is not None)
+    updates = times * policy.actor.ppo_epochs
+    if traced.critic is not None:  # a second model, of the same size as far as is known here
+        updates += (3 + config.critic.model.enable_gradient_checkpointing) * (
+            config.critic.ppo_epochs or policy.actor.ppo_epochs
+        )
+    return updates * forward, scored * forward
+
+
+def _passed(text: Any, parameters: int) -> float:
+    """How many parameters a token goes through: of the experts of a mixture those that are chosen for it."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((count for name in names if (count := getattr(text, name, None))), None)
+    chosen = getattr(text, "num_experts_per_tok", None)
+    if not experts or not chosen:
+        return parameters
+    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    dense = len(getattr(text, "mlp_only_layers", None) or ()) + (getattr(text, "first_k_dense_replace", None) or 0)
+    of_experts: int = 3 * text.hidden_size * width * experts * (text.num_hidden_layers - dense)
+    return float(parameters - of_experts * (1 - chosen / experts))

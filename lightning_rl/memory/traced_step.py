@@ -170,6 +170,8 @@ def _traced(config: Config, model: Any, lengths: tuple[int, int], on_gpu: bool) 
         stack.enter_context(repeats_skipped())
         # transformers makes a mask of positions that it cannot read, and these are those of whole rows.
         stack.enter_context(patch("transformers.masking_utils.is_tracing", lambda tensor=None: False))
+        # Of the products of experts torch traces those in bfloat16 alone; the way around them holds as much.
+        stack.enter_context(patch("transformers.integrations.moe._can_use_grouped_mm", lambda *_: False))
         if on_gpu:  # what flex_attention keeps for the backward pass is what causal attention keeps
             stack.enter_context(patch.object(flex, "usable", lambda device, dtype: dtype in flex.FORMATS))
             stack.enter_context(patch.object(flex, "attend", _causal))

@@ -89,6 +89,7 @@ def adapted(
                 f"exclude_modules={exclude!r} leaves nothing out: give last parts of names, such as down_proj, or a "
                 r"regex of whole names, such as model\.layers\.0\..*"
             ) from error
+    _require_modules(made, targets)
     _require_own_weights(made)
     for layer in _layers(made).values():
         if layer.get_base_layer().weight.is_meta:  # others have the weights; an adapter is small
@@ -286,6 +287,20 @@ def _described(layer: Any) -> Described:
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
+
+
+def _require_modules(model: nn.Module, targets: str | Sequence[str]) -> None:
+    """Raises ValueError for experts and routers that `peft` adapts by their tensors, since they are no modules."""
+    from peft.tuners.lora import ParamWrapper
+
+    layers = _layers(model)
+    tensors = sorted(name for name, layer in layers.items() if isinstance(layer, ParamWrapper))
+    if tensors:
+        others = sorted({name.rpartition(".")[2] for name, layer in layers.items() if name not in tensors})
+        raise ValueError(
+            f"target_modules={targets!r} takes in experts or routers, {tensors[0]} for one, which get no adapter here: "
+            f"name the other modules, [{', '.join(others)}]"
+        )
 
 
 def _require_own_weights(model: nn.Module) -> None:

@@ -245,3 +245,19 @@ def test_a_told_call_may_continue_one_of_the_gateways() -> None:
     spans = [to_span(first), later]
     one, two = calls_with_otel(calls_of(spans), told_of(spans).calls)
     assert (two.parent_id, two.prompt_ids) == (one.call_id, [5])
+
+
+def test_a_choice_with_ids_has_its_own_text_behind_one_without() -> None:
+    other = {"role": "assistant", "parts": [{"type": "text", "content": "zero"}], "finish_reason": "stop"}
+    both = json.dumps([other, SAID | WITH_IDS])
+    [call, *_] = spans_with_otel([span(7, **GEN_AI, gen_ai__output__messages=both)])
+    [answer] = call.attributes[semconv.OUTPUT_MESSAGES]
+    assert answer["content"] == "I add."
+
+
+def test_numbers_beyond_doubles_are_no_temperature_and_no_logprobs() -> None:
+    huge = 10**400
+    parameters = f'{{"temperature": {huge}}}'
+    answer = json.dumps([SAID | WITH_IDS | {"logprobs": [huge] * len(ANSWER)}])
+    [call] = told_of([span(7, **GEN_AI, llm__invocation_parameters=parameters, gen_ai__output__messages=answer)]).calls
+    assert (call.temperature, call.logprobs) == (1.0, None)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.base import Renderer
+from lightning_rl_proxy.rendering.base import ParsedAnswer, Renderer
 
 
 class NotWritten(ValueError):
@@ -43,11 +43,18 @@ def answer_ids(
         raise NotWritten("no_end")
     ids = ids[: end + 1 if ended else end]
     parsed = renderer.parse("", prompt, ids, None, "stop" if ended else "length", tools)
-    if _text(parsed.content) != _text(answer.get("content")) or _calls(parsed.tool_calls) != _calls(
-        answer.get("tool_calls")
-    ):
+    same_text = _text(parsed.content) == _text(answer.get("content")) or _thinks_the_same(parsed, answer)
+    if not same_text or _calls(parsed.tool_calls) != _calls(answer.get("tool_calls")):
         raise NotWritten("answer_changed")
     return ids
+
+
+def _thinks_the_same(parsed: ParsedAnswer, answer: dict[str, Any]) -> bool:
+    """Whether an answer that holds its reasoning in its text, between the format's marks, means the parsed one."""
+    opening, closing = "<think>", "</think>"
+    thought, mark, text = _text(answer.get("content")).removeprefix(opening).partition(closing)
+    said = (parsed.reasoning or "").strip(), _text(parsed.content)
+    return bool(mark) and parsed.reasoning is not None and said == (thought.strip(), text.strip())
 
 
 def _text(content: Any) -> str:

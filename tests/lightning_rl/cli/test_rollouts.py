@@ -71,13 +71,24 @@ def test_the_newest_are_listed_last_and_filters_narrow_them(run_dir: Path) -> No
     assert ids(lines("list", *where, "--mode", "train", "--status", "failed")) == ["train-1-1"]
     assert ids(lines("list", *where, "--group", "train-2")) == ["train-2-0"]
     head, first, second, *_ = run("list", *where).splitlines()
-    assert head.split() == ["rollout", "status", "mode", "group", "tries", "reward", "seconds", "task", "or", "error"]
+    assert head.split() == ["rollout", "status", "mode", "group", "tries", "reward", "seconds", "error", "and", "task"]
     assert first.split()[:6] == ["train-1-0", "succeeded", "train", "-", "1", "0.5"]
     assert "KeyError: 'gold'" in second
+    assert second.rstrip().endswith('{"q":"train-1-1"}')
     for limit, told in (("3", "these are the newest 3; more with --limit 30\n"), ("4", "")):
         assert CliRunner().invoke(app, ["rollouts", "list", *where, "--limit", limit]).stderr == told
     assert run("list", *where, "--status", "running") == "no such rollouts\n"
     assert CliRunner().invoke(app, ["rollouts", "list", *where, "--status", "fail"]).exit_code == 2
+
+
+@pytest.mark.parametrize("columns", [40, 80, 100, 120])
+def test_in_a_narrow_terminal_the_task_alone_is_cut(run_dir: Path, columns: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    told = run("list", "--run-dir", str(run_dir), COLUMNS=str(columns)).splitlines()
+    assert [line.split()[:6] for line in told[1:3]] == [
+        ["train-1-0", "succeeded", "train", "-", "1", "0.5"], ["train-1-1", "failed", "train", "-", "1", "-"],
+    ]  # fmt: skip
+    assert max(map(len, told[1:])) <= max(columns, 80)
 
 
 def test_a_rollout_is_shown_with_its_attempts_rewards_calls_and_traceback(run_dir: Path) -> None:

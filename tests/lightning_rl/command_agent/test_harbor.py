@@ -14,7 +14,7 @@ def harbor_task(folder: Path, name: str = "hello", toml: str = "[agent]\ntimeout
     task = folder / name
     for part in ("environment", "tests"):
         (task / part).mkdir(parents=True)
-    (task / "task.toml").write_text(toml)
+    (task / "task.toml").write_text(toml, encoding="latin-1")
     (task / "instruction.md").write_text("Say hello.\n")
     return task
 
@@ -44,7 +44,9 @@ def test_image_and_times_are_the_tasks(tmp_path: Path) -> None:
     assert harbor.of_task({"prompt": "x"}) is None
 
 
-@pytest.mark.parametrize(("toml", "message"), [("[[steps]]\n", "several steps"), ("= 1", "cannot be read")])
+@pytest.mark.parametrize(
+    ("toml", "message"), [("[[steps]]\n", "several steps"), ("= 1", "cannot be read"), ("# é", "cannot be read")]
+)
 def test_what_is_not_run_is_said(toml: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=message):
         harbor.of_task({"harbor": str(harbor_task(tmp_path, toml=toml))})

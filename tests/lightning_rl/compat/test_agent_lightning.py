@@ -1,7 +1,10 @@
 """Agent-lightning's names: what they do here, and what is said of those that there are not."""
 
 import asyncio
+import logging
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import cloudpickle
@@ -10,6 +13,7 @@ import pytest
 
 import lightning_rl as agl
 from lightning_rl.agents.agent import AgentSignature, as_agent, run_agent
+from lightning_rl.compat.agent_lightning import agent_match_of
 from tests.lightning_rl.agents.test_agent import claim
 
 Task = dict[str, int]
@@ -140,3 +144,25 @@ def test_an_argument_that_is_not_given_is_none() -> None:
 
 def test_the_async_methods_can_be_called_as_they_are() -> None:
     assert asyncio.run(TwoAsync().validation_rollout_async({"n": 3}, {}, None)) == 3.0  # type: ignore[arg-type]
+
+
+def test_what_is_logged_goes_to_the_file_though_logging_was_set_up_before(tmp_path: Path) -> None:
+    loggers = [logging.getLogger(name) for name in ("lightning_rl", "lightning_rl_proxy", "mine")]
+    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
+    try:
+        agl.setup_logging("INFO", apply_to=["mine"], files=tmp_path / "run.log")
+        logging.getLogger("lightning_rl.x").info("one")
+        logging.getLogger("mine").info("two")
+        assert [line.rpartition(" ")[2] for line in (tmp_path / "run.log").read_text().splitlines()] == ["one", "two"]
+        with pytest.raises(TypeError, match="takes one file for all that is logged"):
+            agl.setup_logging(files={"mine": "x"})  # type: ignore[arg-type]
+    finally:
+        for logger, level, handlers in before:
+            logger.setLevel(level)
+            logger.handlers = handlers
+
+
+def test_an_expression_may_begin_with_its_flags() -> None:
+    match = agent_match_of({"agent_match": "(?i)writer"})
+    assert match is not None
+    assert [bool(re.fullmatch(match, name)) for name in ("The Writer", "reader")] == [True, False]

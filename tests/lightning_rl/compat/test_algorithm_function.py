@@ -4,6 +4,7 @@ import asyncio
 import functools
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -166,7 +167,8 @@ async def _use(store: agl.LightningStoreClient) -> None:
     assert (mine.status, mine.config.max_attempts, mine.resources_id) == ("running", 1, "mine")
     assert await store.wait_for_rollouts(rollout_ids=[mine.rollout_id], timeout=0.1) == []
     store.store.finish(mine.rollout_id, mine.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
-    waits = await store.enqueue_rollout("other")
+    [waits, also] = await store.enqueue_many_rollouts([{"input": "other"}, SimpleNamespace(input=1, mode="val")])
+    assert (waits.task, waits.mode, also.task, also.mode) == ("other", "train", 1, "val")
     await store.update_rollout(waits.rollout_id, status="cancelled")
     ended = await store.wait_for_rollouts(rollout_ids=[waits.rollout_id, mine.rollout_id])
     assert [rollout.status for rollout in ended] == ["cancelled", "succeeded"]

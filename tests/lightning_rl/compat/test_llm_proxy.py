@@ -8,6 +8,7 @@ import openai
 import pytest
 
 import lightning_rl as agl
+from lightning_rl.compat import llm_proxy
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.store.contract import Finish, RolloutRequest
 from lightning_rl.store.errors import Conflict, NotFound, StoreError, Unreachable
@@ -126,3 +127,9 @@ def test_a_vllm_server_is_an_engine_of_tokens(monkeypatch: pytest.MonkeyPatch) -
     model = listed("policy", "hosted_vllm/Qwen/Qwen3-0.6B", api_base="http://127.0.0.1:8000/v1/")
     asyncio.run(agl.LLMProxy(model_list=[model], store=store).start())
     assert told == [("policy", "vllm", "http://127.0.0.1:8000", None, None)]
+
+
+def test_a_key_in_a_variable_that_is_not_set_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("THEIR_KEY", raising=False)
+    with pytest.raises(ValueError, match="the environment variable THEIR_KEY, which is not set"):
+        llm_proxy._key("os.environ/THEIR_KEY")

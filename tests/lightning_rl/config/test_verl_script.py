@@ -97,3 +97,11 @@ def test_verls_own_configuration_is_no_file_and_a_blank_word_no_override(tmp_pat
 def test_what_cannot_be_translated_is_named(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ScriptError, match=message):
         command(tmp_path, text)
+
+
+@pytest.mark.parametrize("shell", ["bash -c", "ssh host"])
+def test_a_command_in_one_word_is_read_too(tmp_path: Path, shell: str) -> None:
+    text = f"N=16\n{shell} \"python3 -m verl.trainer.main_ppo data.train_batch_size=$N 'a=b c'\"\n"
+    assert command(tmp_path, text).overrides == ["data.train_batch_size=16", "a=b c"]
+    with pytest.raises(ScriptError, match="cannot be read: No closing quotation"):
+        command(tmp_path, f'{shell} "python3 -m verl.trainer.main_ppo \'a=b"\n')

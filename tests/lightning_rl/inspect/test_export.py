@@ -253,6 +253,9 @@ def test_a_file_is_whole_or_not_there(run_dir: Path, monkeypatch: pytest.MonkeyP
 def test_what_cannot_be_written_is_refused_in_words(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Explained, match="OTLP has spans, and no place for rows"):
         export(run_dir, "rows", "otlp", run_dir)
+    with pytest.raises(Explained, match=r"store\.db is a file of the run"):
+        export(run_dir, "rows", "jsonl", run_dir / "store.db")
+    assert export(run_dir, "rows", "jsonl", run_dir) == export(run_dir, "rows", "jsonl", run_dir)
     with pytest.raises(Explained, match="there is no folder"):
         export(run_dir, "rows", "jsonl", run_dir / "none" / "rows.jsonl")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)

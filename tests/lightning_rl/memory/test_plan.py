@@ -5,6 +5,7 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
+from transformers import Qwen3MoeConfig
 
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
@@ -13,6 +14,7 @@ from lightning_rl.memory.budget import PARTS, budget
 from lightning_rl.memory.choices import MemoryPlanner
 from lightning_rl.memory.gpus import FRAGMENTATION, GIB, stated
 from lightning_rl.memory.plan import DoesNotFit, Plan, bar, refuse_what_cannot_fit
+from lightning_rl.memory.speed import _passed
 from lightning_rl.memory.traced_step import Held, TracedStep
 from tests.lightning_rl.memory.models import ONE_LAYER, QWEN_7B, QWEN_15B
 
@@ -245,3 +247,12 @@ def test_a_bar_is_as_long_as_its_parts() -> None:
     parts = dict.fromkeys(PARTS, 0) | {"weights": 12, "optimizer": 6, "others": 6}
     assert bar(parts, 48).rstrip() == "W" * 12 + "O" * 6 + "." * 6
     assert len(bar(parts, 12)) == 96  # beyond the card
+
+
+def test_of_experts_those_count_as_work_that_a_token_goes_through() -> None:
+    """Qwen3-30B-A3B: 30.5 billion parameters, 3.3 of them for a token, as its makers say."""
+    moe = Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128, num_experts_per_tok=8
+    )
+    assert _passed(moe, 30_532_122_624) == pytest.approx(3.35e9, rel=0.02)
+    assert _passed(QWEN_7B, 7) == 7

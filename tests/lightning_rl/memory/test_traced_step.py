@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Qwen2Config
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Qwen2Config, Qwen3MoeConfig
 
 from lightning_rl import tutorial
 from lightning_rl.config import compose
@@ -183,6 +183,19 @@ def test_tracing_says_nothing(recwarn: pytest.WarningsRecorder) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trace(configured(), ONE_LAYER, LENGTHS)
+
+
+EXPERTS = Qwen3MoeConfig(
+    hidden_size=64, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, vocab_size=500, num_experts=8, num_experts_per_tok=2,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["float32", "bf16", "autocast"])
+def test_a_mixture_of_experts_is_traced_in_every_format(way: str) -> None:
+    traced = trace(configured(*WAYS[way]), EXPERTS, LENGTHS)
+    assert traced.parameters == AutoModelForCausalLM.from_config(EXPERTS).num_parameters()
+    assert traced.actor.backward > traced.actor.weights + traced.actor.optimizer
 
 
 LONG = [

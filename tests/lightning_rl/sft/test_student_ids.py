@@ -154,6 +154,16 @@ def test_a_cut_answer_is_written_without_an_end(tmp_path: Path, renderer: Render
         answer_ids(renderer, messages, answer | {"tool_calls": [{"function": {"name": "x", "arguments": "{}"}}]}, None)
 
 
+def test_reasoning_in_the_text_of_an_answer_is_its_reasoning() -> None:
+    renderer = load_renderer(CHECKPOINT, "qwen3", "student")
+    question = [{"role": "user", "content": "q"}]
+    marked = {"role": "assistant", "content": "<think>\nI count.\n</think>\n\nselect"}
+    apart = {"role": "assistant", "content": "select", "reasoning_content": "I count."}
+    assert answer_ids(renderer, question, marked, None) == answer_ids(renderer, question, apart, None)
+    plain = load_renderer(CHECKPOINT, "template", "student", history="keep")  # knows no reasoning: it is text
+    assert "I count." in plain.tokenizer.decode(answer_ids(plain, question, marked, None))
+
+
 def test_a_call_whose_parent_cannot_be_written_is_rendered_anew(tmp_path: Path, renderer: Renderer) -> None:
     first, second = conversation("r", ["select 1", "done"])
     first |= {"media": [[0, 1, "x"]], "tools": TOOLS}  # which hold for the calls that go on with it

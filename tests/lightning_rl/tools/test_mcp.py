@@ -206,8 +206,23 @@ def test_so_many_calls_a_second_and_no_more(tools: list[BaseTool], monkeypatch: 
         ({"s": {"url": "http://127.0.0.1:9/mcp"}}, r"MCP server 's' \(http://127.0.0.1:9/mcp\) cannot be used: "),
         ({"s": {"url": "http://x", "command": "y"}}, "mcpServers.s has either `command` or `url`"),
         ({"s": {"comand": "y"}}, "'comand' is unknown; did you mean 'command'"),
+        ([], "is no JSON file with {mcpServers: {...}}: mcpServers is"),
     ],
 )
-def test_a_server_that_cannot_be_used_is_named(tmp_path: Path, servers: dict[str, Any], message: str) -> None:
+def test_a_server_that_cannot_be_used_is_named(tmp_path: Path, servers: Any, message: str) -> None:
     with pytest.raises(ToolError, match=message):
         declared_tools(write(tmp_path, servers))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{class_name: McpTool, config: mcp}", "config is 'mcp'; it is a mapping"),
+        ("{class_name: McpTool, config: {type: mcp}, mcp: servers.json}", "mcp is 'servers.json'; it is a mapping"),
+    ],
+)
+def test_an_entry_whose_parts_are_no_mappings_is_named(tmp_path: Path, entry: str, message: str) -> None:
+    file = tmp_path / "tools.yaml"
+    file.write_text(f"tools: [{entry}]")
+    with pytest.raises(ToolError, match=message):
+        declared_tools(str(file))

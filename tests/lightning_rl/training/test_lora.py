@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen3MoeConfig
 
 from lightning_rl import tutorial
 from lightning_rl.inference.adapters import B
@@ -127,6 +127,17 @@ def test_one_of_two_tied_modules_cannot_have_an_adapter(targets: list[str]) -> N
         pytest.warns(UserWarning, match="tied"),
     ):
         adapted(make("qwen2"), targets)
+
+
+def test_experts_get_no_adapter_and_the_other_modules_are_named() -> None:
+    experts = Qwen3MoeConfig(
+        hidden_size=16, intermediate_size=32, moe_intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, vocab_size=48, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"takes in experts or routers.*\[k_proj, o_proj, q_proj, v_proj\]"):
+        adapted(AutoModelForCausalLM.from_config(experts))
+    model = stirred(adapted(AutoModelForCausalLM.from_config(experts).eval(), ["q_proj", "v_proj"]))
+    assert [name.rpartition(".q_proj")[2] for name in lora.changed(model).described if "q_proj" in name] == [".weight"]
 
 
 def test_targets_are_names_or_a_regex_and_an_unknown_one_is_named() -> None:

@@ -134,7 +134,8 @@ def test_pages_behind_a_key_are_the_whole_list_sorted_by_anything(run: ViewedRun
 
 @pytest.mark.parametrize(
     "query", [{"sort": "reward; DROP TABLE rollouts"}, {"after": "nonsense"}, {"step": "three"}, {"sort": "record"},
-     {"limit": "-1"}, {"limit": "nan"}, {"step": "inf"}, {"after": '[{"a": 1}, 2]'}, {"limitt": "3"}]
+     {"limit": "-1"}, {"limit": "0"}, {"after": "[0, Infinity]"}, {"after": f"[0, {10**20}]"}, {"limit": "nan"},
+     {"step": "inf"}, {"after": '[{"a": 1}, 2]'}, {"limitt": "3"}]
 )  # fmt: skip
 def test_a_wrong_query_is_refused_in_words(run: ViewedRun, query: dict[str, str]) -> None:
     with pytest.raises(

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import lightning_rl as lrl
+from lightning_rl.errors import Explained
 from lightning_rl.inspect.recorded import NotRecorded
 from lightning_rl.telemetry.metrics.notebook import curve
 from lightning_rl.viewer import bundle, report, search
@@ -147,6 +148,17 @@ def test_a_run_without_a_store_has_its_curves(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(NotRecorded, match="holds no run"):
         report.write(tmp_path, tmp_path / "report.html")
+
+
+def test_no_report_takes_the_place_of_a_file_of_its_run(run_dir: Path, tmp_path: Path) -> None:
+    before = (run_dir / "store.db").read_bytes()
+    with pytest.raises(Explained, match=r"store\.db is a file of the run"):
+        report.write(run_dir, run_dir / "store.db")
+    assert (run_dir / "store.db").read_bytes() == before
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert report.write(run_dir, folder) == folder / "report.html"
+    assert report.write(run_dir, run_dir / "report.html") == report.write(run_dir, run_dir)  # it may be written anew
 
 
 def test_the_command_writes_it_into_the_runs_folder(run_dir: Path) -> None:
