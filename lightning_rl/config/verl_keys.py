@@ -375,6 +375,8 @@ RULES: list[Rule] = [
             _to(f"{section}max_resp_len", f"{_BUFFER}max_resp_len"),
         )
     ],
+    *_moved("reward_model.overlong_buffer.", _BUFFER, "enable len penalty_factor"),  # of recipe/dapo
+    _same("reward_model.overlong_buffer.log", "the metrics have it"),
     _to("reward_model.enable", "reward.reward_model.enable"),
     _to("reward_model.model.path", "reward.reward_model.model_path"),
     *[
@@ -385,8 +387,20 @@ RULES: list[Rule] = [
     _same("reward*.sandbox_fusion.* sandbox_fusion.*", "read where a sandbox is named"),
     _same(
         "reward.reward_model.rollout.* reward.reward_model.n_gpus_per_node reward.reward_model.nnodes "
-        "reward.reward_model.enable_resource_pool reward_model.*",
+        "reward.reward_model.enable_resource_pool reward_model.model.* reward_model.rollout.* reward_model.megatron.* "
+        "reward_model.profiler.* reward_model.enable_resource_pool reward_model.n_gpus_per_node reward_model.nnodes "
+        "reward_model.strategy reward_model.num_workers reward_model.micro_batch_size* reward_model.max_length "
+        "reward_model.use_dynamic_bsz reward_model.forward_max_token_len_per_gpu reward_model.nccl_timeout "
+        "reward_model.ulysses_sequence_parallel_size reward_model.launch_reward_fn_async reward_model.use_reward_loop "
+        "reward_model.reward_loop_source reward_model.reward_loop_module_path reward_model.reward_loop_class_name",
         "no server is started for a reward model: the trainer's process computes it, a conversation at a time",
+    ),
+    # What truncated importance sampling was called before it was a section of its own.
+    _refused(
+        f"{_ACTOR}tis_imp_ratio_cap algorithm.rollout_is_level algorithm.rollout_is_mode "
+        "algorithm.rollout_is_veto_threshold",
+        "write algorithm.rollout_correction.rollout_is=token for truncated importance sampling, with the cap as "
+        "algorithm.rollout_correction.rollout_is_threshold",
     ),
     # Advantages.
     Rule(

@@ -13,6 +13,7 @@ import openai
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import LanguageModelInput
 from langchain_core.messages import AIMessage, BaseMessage
+from langchain_core.messages.utils import count_tokens_approximately
 from langchain_core.outputs import ChatGenerationChunk, ChatResult
 from langchain_core.runnables import Runnable
 from langchain_core.runnables.config import ensure_config
@@ -70,6 +71,16 @@ class ChatModel(BaseChatOpenAI):
     @property
     def _llm_type(self) -> str:
         return "lightning-rl"
+
+    def get_num_tokens(self, text: str) -> int:
+        """About as many as the text has: which tokenizer the model has is not known here."""
+        return count_tokens_approximately([text])
+
+    def get_num_tokens_from_messages(
+        self, messages: Sequence[BaseMessage], tools: Sequence[Any] | None = None, **_: Any
+    ) -> int:
+        """About as many as the messages have, so that `trim_messages(..., token_counter=model)` can cut a history."""
+        return count_tokens_approximately(messages, tools=None if tools is None else list(tools))
 
     @model_validator(mode="before")
     @classmethod

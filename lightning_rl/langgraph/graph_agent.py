@@ -68,7 +68,8 @@ class GraphAgent(Agent):
         """The graph's last state on the task with `model`; what a checkpointer kept of it is let go."""
         graph = _built(self.graph, model, checkpointed=self.user is not None)
         thread = uuid.uuid4().hex
-        own = {"model": model, "thread_id": thread} | (self.config.get("configurable") or {})
+        # Examples give a thread_id with every checkpointer; by it rollouts would read each other's messages.
+        own = {"model": model} | (self.config.get("configurable") or {}) | {"thread_id": thread}
         config: Any = self.config | {"configurable": own}
         context = {"model": model} if "model" in _fields(graph) else None
         try:
@@ -78,7 +79,7 @@ class GraphAgent(Agent):
                 state = await graph.ainvoke(Command(resume=answers), config, context=context)
         finally:
             if saver := _saver(graph):
-                await saver.adelete_thread(own["thread_id"])
+                await saver.adelete_thread(thread)
         return state
 
     async def _answer(self, question: Any, task: Any) -> Any:

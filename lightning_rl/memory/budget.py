@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from transformers import AutoModelForSequenceClassification
+
 from lightning_rl.config import ConfigError
 from lightning_rl.config.policies import base_of_adapter, engine_of_adapters, samples_adapter
 from lightning_rl.config.schema import Config, Fsdp
@@ -17,8 +20,8 @@ from lightning_rl.inference.engine import DEFAULT_MAX_MODEL_LEN
 from lightning_rl.inference.weights.stream import BUCKET_BYTES
 from lightning_rl.memory.engine import VllmMemory, cache_bytes, sampled_dtype, vllm_engine
 from lightning_rl.memory.gpus import CONTEXT, FRAGMENTATION, Hardware
-from lightning_rl.memory.traced_step import Held, TracedStep
-from lightning_rl.ppo.local_workers import Role
+from lightning_rl.memory.traced_step import Held, TracedStep, model_config
+from lightning_rl.ppo.local_workers import FORMATS, Role
 from lightning_rl.ppo.ray_workers import groups
 from lightning_rl.training.distributed.placement import Placement, place, sleeps
 
@@ -109,6 +112,18 @@ def _placed(config: Config, traced: TracedStep, hardware: Hardware) -> tuple[Pla
         return Placement((0,), ((0,),)), str(error)
 
 
+def _of_reward_model(config: Config) -> int:
+    """Bytes of a reward model on a GPU while it scores; it waits in main memory."""
+    model = config.reward.reward_model
+    if not model.enable or model.model_path is None or model.device == "cpu":
+        return 0
+    with torch.device("meta"):
+        made = AutoModelForSequenceClassification.from_config(
+            model_config(model.model_path, "reward.reward_model.model_path")
+        )
+    return int(made.num_parameters()) * FORMATS[model.dtype].itemsize
+
+
 class _Count:
     """Adds up the phases of a run."""
 
@@ -137,6 +152,8 @@ class _Count:
         in_order = [self._phase("rollouts", {}, awake=True)]
         if self.engine is not None and not self._shared:
             in_order = [self._of_engine(self.engine)]
+        if scorer := _of_reward_model(self._config):  # while vLLM may still hold its share
+            in_order.append(self._phase("reward model", {"weights": scorer}, awake=True))
         computing = {
             "weights": self._held(traced.actor, "weights", policy.actor.fsdp_config)
             * policy.actor.fsdp_config.param_offload

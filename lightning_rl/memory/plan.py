@@ -4,11 +4,9 @@ Invariant: the model's config.json is all that is read of it.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
-from transformers import AutoConfig
 
 from lightning_rl import tutorial
 from lightning_rl.config import ConfigError
@@ -20,7 +18,7 @@ from lightning_rl.memory.budget import PARTS, Budget, at_rest, budget, shared_at
 from lightning_rl.memory.choices import Keys, MemoryPlanner, advice
 from lightning_rl.memory.gpus import GIB, Hardware
 from lightning_rl.memory.speed import Speed, speed
-from lightning_rl.memory.traced_step import TracedStep, trace
+from lightning_rl.memory.traced_step import TracedStep, model_config, trace
 from lightning_rl.ppo.local_workers import register_model_code
 
 C = TypeVar("C", bound=Config)
@@ -151,16 +149,6 @@ def hardware_of(config: C, stated: str | None) -> tuple[Hardware, C]:
     return hardware, msgspec.structs.replace(config, trainer=trainer)
 
 
-def model_config(path: str | Path) -> Any:
-    """The config of a model: of a folder, or of a hub's id whose config.json is here. Raises ConfigError."""
-    try:
-        return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"actor_rollout_ref.model.path={str(path)!r}: its config.json cannot be read: {error}"
-        ) from error
-
-
 def plans(config: Config, hardware: Hardware) -> dict[str, Plan]:
     """The plan of each policy of a run, by name ("" where it is the only one), beside what the others hold."""
     models = _models(config)
@@ -204,7 +192,7 @@ def _models(config: Config, *, fetch: bool = False) -> dict[str, tuple[Config, A
         path = policy.config.actor_rollout_ref.model.path
         folder = located(path)[0] if fetch else path or tutorial.checkpoint()
         register_model_code(policy.config)  # of a folder that is here by now
-        models[policy.name] = policy.config, model_config(folder)
+        models[policy.name] = policy.config, model_config(folder, "actor_rollout_ref.model.path")
     return models
 
 

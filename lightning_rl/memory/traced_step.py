@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Config, Fsdp, Optim
 from lightning_rl.inference.load import attention_of
 from lightning_rl.memory.live_bytes import LiveBytes
@@ -47,6 +48,7 @@ from lightning_rl.vision import ModelVision
 
 AnyOptim = TypeVar("AnyOptim", bound=Optim)
 _LINEAR = 0.005  # of a peak, by which three traces may be off a line
+_OWN_FOLDER = Path()  # of the policy's model, whose config is given
 _WHOLE = 32  # layers up to which all are traced: three traces of a few would take as long
 
 
@@ -185,7 +187,7 @@ def _traced(config: Config, model: Any, lengths: tuple[int, int], on_gpu: bool) 
         with_critic = needs_critic(config, resolved_config.rules(config, None, None).estimator)
         roles = roles_of(config, with_critic=with_critic)
         workers = _TracedWorkers(_with_traceable_optimizers(config), policy, roles, model)
-        workers.train(Path(), 1)
+        workers.train(_OWN_FOLDER, 1)
         del policy
         assert workers.actor is not None
         rows = [rows_of(config, lengths, shared=shared, vocabulary=vocabulary) for shared in (True, False)]
@@ -273,6 +275,9 @@ class _TracedWorkers(LocalWorkers):
         """What the reference computes at once."""
         return self._bounds()
 
+    def _teachers_folder(self, path: str) -> Path:
+        return Path(path)  # its config is read, and nothing else of it
+
     def _vocabulary(self, folder: Path) -> int | None:
         return None  # there is no tokenizer: a teacher's logits are as wide as the model says
 
@@ -281,7 +286,8 @@ class _TracedWorkers(LocalWorkers):
     ) -> tuple[nn.Module, Forward]:
         formats = self.config.actor_rollout_ref.ref.fsdp_config if formats is None else formats
         held = FORMATS[formats.model_dtype] if held is None else held
-        model = _made(self.config, self._of, held).requires_grad_(False)
+        of = self._of if folder == _OWN_FOLDER else model_config(folder)
+        model = _made(self.config, of, held).requires_grad_(False)
         self.frozen.append(self._forward(model, formats, None))
         return model, self.frozen[-1]
 
@@ -312,6 +318,14 @@ class _TracedForward(Forward):
 
     def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.zeros(values.shape, dtype=torch.from_numpy(values[:0]).dtype)
+
+
+def model_config(path: str | Path, key: str = "a teacher's model_path") -> Any:
+    """The config of a model: of a folder, or of a hub's id whose config.json is here. Raises ConfigError."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}={str(path)!r}: its config.json cannot be read: {error}") from error
 
 
 def _made(config: Config, model: Any, dtype: torch.dtype) -> Any:

@@ -306,8 +306,13 @@ class LocalWorkers:
             model, forward = self._frozen_model(begun, formats, torch.float32)
             rate = AVERAGED_RATE if teacher.rate is None else teacher.rate
             return AveragedTeacher(model, self._pad_id, vocabulary, rate, forward=forward, **bounds)
-        model, forward = self._frozen_model(begun if teacher.model_path is None else model_folder(teacher.model_path))
+        path = teacher.model_path
+        model, forward = self._frozen_model(begun if path is None else self._teachers_folder(path))
         return FrozenTeacher(model, self._pad_id, vocabulary, forward=forward, **bounds)
+
+    def _teachers_folder(self, path: str) -> Path:
+        """Where the model is, from the hub if need be."""
+        return model_folder(path)
 
     def _vocabulary(self, folder: Path) -> int | None:
         """Tokens that the tokenizer of a model has."""

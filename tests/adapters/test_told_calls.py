@@ -249,7 +249,7 @@ def test_a_told_call_may_continue_one_of_the_gateways() -> None:
 
 def test_a_choice_with_ids_has_its_own_text_behind_one_without() -> None:
     other = {"role": "assistant", "parts": [{"type": "text", "content": "zero"}], "finish_reason": "stop"}
-    both = json.dumps([other, SAID | WITH_IDS])
+    both = json.dumps([other | {"prompt_token_ids": PROMPT}, SAID | WITH_IDS])
     [call, *_] = spans_with_otel([span(7, **GEN_AI, gen_ai__output__messages=both)])
     [answer] = call.attributes[semconv.OUTPUT_MESSAGES]
     assert answer["content"] == "I add."

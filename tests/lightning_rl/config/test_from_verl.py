@@ -206,6 +206,7 @@ def test_the_commands_of_an_older_verl_compose_and_plan(place: dict[str, str]) -
         ("actor_rollout_ref.rollout.agent.num_workers=8", "actor_rollout_ref.rollout.agent.max_concurrent_rollouts", 8),
         ("custom_reward_function.name=score", "reward.custom_reward_function.name", "score"),
         ("+reward_model.reward_kwargs.overlong_buffer_cfg.len=7", "reward.overlong_buffer.len", 7),
+        ("reward_model.overlong_buffer.len=7", "reward.overlong_buffer.len", 7),  # as recipe/dapo has it
         ("algorithm.filter_groups.metric=seq_reward", "algorithm.filter_groups.metric", "reward"),
         ("algorithm.filter_groups.max_num_gen_batches=0", "algorithm.filter_groups.max_num_gen_batches", 1_000_000),
         ("trainer.logger=console", "trainer.logger", ["console"]),
@@ -231,6 +232,7 @@ def test_it_is_converted_on_the_command_line_and_in_a_dict(given: str, ours: str
         ("+ray_kwargs.ray_init.runtime_env.env_vars.NCCL_DEBUG=INFO", "in the shell that starts the run"),
         ("actor_rollout_ref.actor.checkpoint.load_contents=[model]", "a checkpoint is loaded whole"),
         ("trainer.v1.trainer_mode=separate_async", "set trainer.schedule=async"),
+        ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", "write algorithm.rollout_correction.rollout_is=token"),
     ],
 )
 def test_what_is_not_done_here_is_refused_with_what_to_write(override: str, hint: str) -> None:

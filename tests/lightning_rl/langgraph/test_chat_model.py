@@ -8,7 +8,14 @@ from typing import Any
 import openai
 import pytest
 from langchain_core.exceptions import ContextOverflowError
-from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    HumanMessage,
+    SystemMessage,
+    ToolMessage,
+    trim_messages,
+)
 from pydantic import BaseModel
 
 from lightning_rl.agents.resources import LLM
@@ -211,6 +218,14 @@ def test_what_the_constructor_was_given_can_be_read_and_a_field_without_effect_i
     assert model.api_key.get_secret_value() == "secret"
     with pytest.raises(ValueError, match="use_responses_api has no effect"):
         ChatModel(use_responses_api=True)
+
+
+def test_a_history_can_be_cut_by_the_models_own_count() -> None:
+    model = ChatModel()
+    messages = [HumanMessage("a" * 400), AIMessage("b" * 40), HumanMessage("c" * 40)]
+    kept = trim_messages(messages, max_tokens=60, token_counter=model)
+    assert [message.content[:1] for message in kept] == ["b", "c"]
+    assert model.get_num_tokens("c" * 40) == pytest.approx(10, abs=10)
 
 
 def test_headers_of_the_model_are_sent(served: Served, llm: LLM, recorded: Recorded) -> None:

@@ -10,8 +10,10 @@ from typing import Any
 
 import cloudpickle
 import pytest
+from langchain_core.runnables import RunnableConfig
 from langgraph.checkpoint.memory import InMemorySaver
 from langgraph.errors import GraphRecursionError
+from langgraph.graph import START, MessagesState, StateGraph
 
 import lightning_rl as lrl
 from lightning_rl.agents.agent import AgentNotFound, AgentSignature, ConfiguredAgent, agent_of_run, as_agent
@@ -192,6 +194,26 @@ def test_a_checkpointer_resumes_and_keeps_nothing_of_a_rollout(served: Served, r
     run(agent, "guess me")
     assert len(recorded()[1]) == 1
     assert not list(saver.list(None))
+
+
+def test_a_thread_id_of_the_configuration_is_not_that_of_all_rollouts(served: Served) -> None:
+    saver, threads = InMemorySaver(), list[str]()
+
+    def remembers(state: Any, config: RunnableConfig) -> dict[str, Any]:
+        threads.append(config["configurable"]["thread_id"])
+        return {"messages": [("ai", "done")]}
+
+    def build() -> Any:
+        graph = StateGraph(MessagesState)
+        graph.add_node("remembers", remembers)
+        graph.add_edge(START, "remembers")
+        return graph.compile(checkpointer=saver)
+
+    agent = agent_of(build, config={"configurable": {"thread_id": "1"}})
+    for _ in range(2):
+        state = asyncio.run(agent.run("hi", None))
+        assert [message.content for message in state["messages"]] == ["hi", "done"]
+    assert len({*threads, "1"}) == 3
 
 
 def test_a_graph_that_waits_for_a_person_says_what_to_do(served: Served, run: Run) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-from transformers import Qwen3MoeConfig
+from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig
 
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
@@ -138,6 +138,15 @@ def test_who_is_there_in_each_phase() -> None:
     frozen = phases(reference=Held(weights=10 * GIB, scoring=12 * GIB))
     assert frozen["reference"]["weights"] == 20
     assert frozen["reference"]["activations"] == 2
+
+
+def test_a_reward_model_is_there_while_it_scores(tmp_path: Path) -> None:
+    ONE_LAYER.save_pretrained(tmp_path)
+    scorer = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={tmp_path}"]
+    beside = phases(*scorer)["reward model"]["weights"] - phases()["rollouts"]["weights"]
+    weights = AutoModelForSequenceClassification.from_config(ONE_LAYER).num_parameters() * 2  # bfloat16
+    assert beside == pytest.approx(weights / GIB, rel=0.01)
+    assert "reward model" not in phases(*scorer, "reward.reward_model.device=cpu")
 
 
 def test_an_adapter_alone_is_merged_nowhere_and_vllm_has_room_for_two_versions_of_it() -> None:

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma2Config, Qwen2Config, Qwen3MoeConfig
 
 from lightning_rl import tutorial
-from lightning_rl.config import compose
+from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.weights import four_bit
 from lightning_rl.memory.budget import budget
@@ -119,6 +119,19 @@ def test_teachers_are_counted_and_what_they_say_is_there(weights: str) -> None:
     assert (traced.reference is not None) == (weights != "present")
     if traced.reference is not None:
         assert traced.reference.weights == plain.actor.weights
+
+
+def test_a_teacher_of_another_size_is_counted_by_its_own_config(tmp_path: Path) -> None:
+    SMALL.save_pretrained(tmp_path)
+    teacher = f"distillation.teacher_models={{big:{{model_path:{tmp_path}}}}}"
+    traced = trace(configured("distillation.enabled=true", teacher), ONE_LAYER, LENGTHS)
+    assert traced.reference is not None
+    assert traced.reference.weights == pytest.approx(
+        4 * AutoModelForCausalLM.from_config(SMALL).num_parameters(), rel=0.01
+    )
+    gone = configured("distillation.enabled=true", "distillation.teacher_models={big:{model_path:./none}}")
+    with pytest.raises(ConfigError, match=r"a teacher's model_path='none': its config\.json cannot be read"):
+        trace(gone, ONE_LAYER, LENGTHS)
 
 
 @pytest.mark.long
