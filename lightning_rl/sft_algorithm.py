@@ -199,7 +199,7 @@ class SFT(ConfiguredAlgorithm):
         checkpoints.mkdir(exist_ok=True)
         resumed = checkpoint.latest(checkpoints) if self.resume else None
         torch.manual_seed(self.config.data.seed)
-        refuse_what_cannot_fit(as_trained(self.config))
+        refuse_what_cannot_fit(as_trained(self.config), sampled=False)
         models = Models(as_trained(self.config), self.run_dir, with_critic=False, resumed=resumed, sampled=False)
         rate = models.config.actor_rollout_ref.actor.optim.lr
         config = replace(self.config, sft=replace(self.config.sft, lr=rate))
@@ -367,7 +367,8 @@ def as_trained(config: Config) -> Config:
     return replace(
         config,
         actor_rollout_ref=replace(section, actor=actor, rollout=replace(section.rollout, n=1, name="embedded")),
-        algorithm=replace(config.algorithm, use_kl_in_reward=False),
+        algorithm=replace(config.algorithm, use_kl_in_reward=False, adv_estimator="grpo"),  # which needs no critic
+        critic=replace(config.critic, enable=False),
         distillation=replace(config.distillation, enabled=False),
     )
 

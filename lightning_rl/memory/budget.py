@@ -65,11 +65,13 @@ class Budget:
         return not self.problems
 
 
-def budget(config: Config, model: Any, traced: TracedStep, hardware: Hardware, beside: int = 0) -> Budget:
+def budget(
+    config: Config, model: Any, traced: TracedStep, hardware: Hardware, beside: int = 0, *, sampled: bool = True
+) -> Budget:
     """What `traced` takes on `hardware` as the config places it; `beside`: bytes that other policies of the run hold on
-    the trainer's GPU all the time."""
+    the trainer's GPU all the time; `sampled`: there is an engine."""
     placed, refused = _placed(config, traced, hardware)
-    count = _Count(config, model, traced, hardware, placed, beside)
+    count = _Count(config, model, traced, hardware, placed, beside=beside, sampled=sampled)
     phases, engine = count.phases(), count.engine
     length = config.data.max_tokens
     at_once = 0 if engine is None else engine.tokens // length
@@ -134,9 +136,12 @@ class _Count:
         traced: TracedStep,
         hardware: Hardware,
         placement: Placement,
+        *,
         beside: int = 0,
+        sampled: bool = True,
     ) -> None:
         self._beside = beside
+        self._sampled = sampled
         self._shared = placement.shared
         self._config, self._model, self._traced = config, model, traced
         self._workers = config.trainer.workers
@@ -144,12 +149,14 @@ class _Count:
         asleep = sleeps(config, placement)
         # What is trained has a gradient of its own size, in float32.
         adapter = traced.actor.gradients // 4 if samples_adapter(config) else 0
-        self.engine = vllm_engine(config, model, traced.parameters, hardware.gpu, sleeps=asleep, adapter=adapter)
+        self.engine = None
+        if sampled:
+            self.engine = vllm_engine(config, model, traced.parameters, hardware.gpu, sleeps=asleep, adapter=adapter)
 
     def phases(self) -> list[Phase]:
         """All of them, in the order of a step."""
         policy, critic, traced = self._config.actor_rollout_ref, self._config.critic, self._traced
-        in_order = [self._phase("rollouts", {}, awake=True)]
+        in_order = [self._phase("rollouts", {}, awake=True)] if self._sampled else []
         if self.engine is not None and not self._shared:
             in_order = [self._of_engine(self.engine)]
         if scorer := _of_reward_model(self._config):  # while vLLM may still hold its share
@@ -158,7 +165,8 @@ class _Count:
             "weights": self._held(traced.actor, "weights", policy.actor.fsdp_config)
             * policy.actor.fsdp_config.param_offload
         }
-        in_order.append(self._computing("log probabilities", traced.actor, policy.actor.fsdp_config, scoring=True))
+        if self._sampled:
+            in_order.append(self._computing("log probabilities", traced.actor, policy.actor.fsdp_config, scoring=True))
         if traced.reference is not None:
             in_order.append(
                 self._computing("reference", traced.reference, policy.ref.fsdp_config, computing, scoring=True)
@@ -241,7 +249,7 @@ class _Count:
             if held is not None:
                 parts["weights"] += self._held(held, "weights", fsdp) * (not fsdp.param_offload)
                 parts["optimizer"] += self._held(held, "optimizer", fsdp) * (not fsdp.optimizer_offload)
-        if policy.rollout.name == "embedded":
+        if policy.rollout.name == "embedded" and self._sampled:
             rows = min(policy.rollout.max_num_seqs, self._config.data.train_batch_size * policy.rollout.n)
             parts["engine"] += traced.parameters * sampled_dtype(self._config).itemsize
             parts["kv cache"] += 2 * self._cells(rows) * cache_bytes(self._config, self._model)

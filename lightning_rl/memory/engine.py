@@ -67,10 +67,19 @@ def sampled_dtype(config: Config) -> Any:
 
 
 def cache_bytes(config: Config, model: Any) -> int:
-    """Keys and values of a token: 2 x layers x heads of keys x their width x bytes of a number."""
+    """Keys and values of a token: 2 x layers x heads of keys x their width x bytes of a number.
+
+    Layers of linear attention keep none. With latent attention vLLM keeps a layer's latent and its rotated key (MLA,
+    DeepSeek-V2, arXiv 2405.04434).
+    """
     text = model.get_text_config()
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
+    layers = sum(kind != "linear_attention" for kind in kinds)
+    latent = getattr(text, "kv_lora_rank", None)
+    if latent and config.actor_rollout_ref.rollout.name == "vllm":
+        return int(layers * (latent + text.qk_rope_head_dim) * sampled_dtype(config).itemsize)
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(2 * text.num_hidden_layers * _heads(text) * width * sampled_dtype(config).itemsize)
+    return int(2 * layers * _heads(text) * width * sampled_dtype(config).itemsize)
 
 
 def _heads(text: Any) -> int:

@@ -23,6 +23,8 @@ from lightning_rl.ppo.local_workers import register_model_code
 
 C = TypeVar("C", bound=Config)
 _WIDTH: Final = 48
+_WOULD_FIT: Final = "`lightning-rl plan` with the same keys says what would"
+_LESS: Final = "set actor_rollout_ref.model.enable_gradient_checkpointing, model.lora_rank, or data.max_response_length"
 _SIGNS: Final = dict(zip(PARTS, "WGOALKE.", strict=True))
 
 
@@ -158,30 +160,35 @@ def plans(config: Config, hardware: Hardware) -> dict[str, Plan]:
     return {name: Plan(own, model, hardware, held[name]) for name, (own, model) in models.items()}
 
 
-def budgets(config: Config, hardware: Hardware, *, on_gpu: bool, fetch: bool = False) -> dict[str, Budget]:
+def budgets(
+    config: Config, hardware: Hardware, *, on_gpu: bool, fetch: bool = False, sampled: bool = True
+) -> dict[str, Budget]:
     """What each policy of a run takes as the config is, by name, beside what the others hold. `fetch`: models that are
-    not here are taken from the hub."""
+    not here are taken from the hub; `sampled`: an engine samples from the policy."""
     models = _models(config, fetch=fetch)
     traced = {name: _traced(*each, on_gpu=on_gpu) for name, each in models.items()}
     held = _beside(models, traced, hardware)
-    return {name: budget(own, model, traced[name], hardware, held[name]) for name, (own, model) in models.items()}
+    return {
+        name: budget(own, model, traced[name], hardware, held[name], sampled=sampled)
+        for name, (own, model) in models.items()
+    }
 
 
-def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None) -> None:
+def refuse_what_cannot_fit(config: Config, hardware: Hardware | None = None, *, sampled: bool = True) -> None:
     """Raises DoesNotFit for a run that needs more than its GPUs have (None: those here, where it trains on them), and
-    ConfigError for one that cannot be placed on them, with what to do."""
+    ConfigError for one that cannot be placed on them, with what to do. `sampled`: an engine samples from the policy."""
     if hardware is None and device_of(config.trainer.device).type == "cuda":
         hardware = gpus.here(config.trainer.nnodes)
     if hardware is None or not config.trainer.memory_check:
         return
-    for name, needed in budgets(config, hardware, on_gpu=True, fetch=True).items():
+    for name, needed in budgets(config, hardware, on_gpu=True, fetch=True, sampled=sampled).items():
         if needed.misplaced is not None:
             raise ConfigError(needed.misplaced)
         if not needed.fits:
             run = f"policy {name}, beside what the others hold," if name else "the run"
             raise DoesNotFit(
-                f"{run} does not fit on {hardware}: {'; '.join(needed.problems)}. `lightning-rl plan` with the same "
-                "keys says what would; trainer.memory_check=false begins nevertheless"
+                f"{run} does not fit on {hardware}: {'; '.join(needed.problems)}. {_WOULD_FIT if sampled else _LESS}; "
+                "trainer.memory_check=false begins nevertheless"
             )
 
 

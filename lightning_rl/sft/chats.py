@@ -73,9 +73,6 @@ def _read(record: Mapping[str, Any], place: str) -> tuple[list[dict[str, Any]], 
         raise ConfigError(f"{place}: {error.message}") from error
     for number, message in enumerate(read.messages):
         for call in message.get("tool_calls") or ():
-            function = call.get("function")
-            if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-                raise ConfigError(f"{place}: messages[{number}].tool_calls has {call!r:.80}: it names no function")
-            if not isinstance(function.get("arguments"), str | Mapping):
+            if not isinstance(call["function"].get("arguments"), str | Mapping):
                 raise ConfigError(f"{place}: messages[{number}].tool_calls has {call!r:.80}: it has no arguments")
     return read.messages, read.tools

@@ -105,6 +105,21 @@ class Rollout(msgspec.Struct, frozen=True, kw_only=True):
     rewards: dict[str, float] = {}
     error: ErrorInfo | None = None
 
+    @property
+    def input(self) -> Any:
+        """Agent-lightning's name of the task."""
+        return self.task
+
+    @property
+    def start_time(self) -> float:
+        """Agent-lightning's name of `created_at`."""
+        return self.created_at
+
+    @property
+    def end_time(self) -> float | None:
+        """Agent-lightning's name of `ended_at`."""
+        return self.ended_at
+
     def as_request(self) -> RolloutRequest:
         """What it was asked for with."""
         return RolloutRequest(**{name: getattr(self, name) for name in RolloutRequest.__struct_fields__})
@@ -114,11 +129,6 @@ class AttemptedRollout(Rollout, frozen=True, kw_only=True):
     """A rollout as an agent is given it, with the attempt that runs."""
 
     attempt: Attempt
-
-    @property
-    def input(self) -> Any:
-        """Agent-lightning's name of the task."""
-        return self.task
 
 
 class Claim(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

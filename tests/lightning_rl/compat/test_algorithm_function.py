@@ -168,7 +168,8 @@ async def _use(store: agl.LightningStoreClient) -> None:
     assert await store.wait_for_rollouts(rollout_ids=[mine.rollout_id], timeout=0.1) == []
     store.store.finish(mine.rollout_id, mine.attempt.attempt_id, Finish(status="succeeded", reward=1.0))
     [waits, also] = await store.enqueue_many_rollouts([{"input": "other"}, SimpleNamespace(input=1, mode="val")])
-    assert (waits.task, waits.mode, also.task, also.mode) == ("other", "train", 1, "val")
+    assert (waits.input, waits.mode, also.input, also.mode) == ("other", "train", 1, "val")
+    assert (waits.start_time, waits.end_time) == (waits.created_at, None)
     await store.update_rollout(waits.rollout_id, status="cancelled")
     ended = await store.wait_for_rollouts(rollout_ids=[waits.rollout_id, mine.rollout_id])
     assert [rollout.status for rollout in ended] == ["cancelled", "succeeded"]

@@ -5,17 +5,19 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-from transformers import AutoModelForSequenceClassification, Qwen3MoeConfig
+from transformers import AutoModelForSequenceClassification, DeepseekV3Config, Qwen3MoeConfig, Qwen3NextConfig
 
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
 from lightning_rl.memory import plan
 from lightning_rl.memory.budget import PARTS, budget
 from lightning_rl.memory.choices import MemoryPlanner
-from lightning_rl.memory.gpus import FRAGMENTATION, GIB, stated
-from lightning_rl.memory.plan import DoesNotFit, Plan, bar, refuse_what_cannot_fit
+from lightning_rl.memory.engine import cache_bytes
+from lightning_rl.memory.gpus import FRAGMENTATION, GIB, Hardware, card, stated
+from lightning_rl.memory.plan import DoesNotFit, Plan, bar, budgets, refuse_what_cannot_fit
 from lightning_rl.memory.speed import _passed
 from lightning_rl.memory.traced_step import Held, TracedStep
+from lightning_rl.sft_algorithm import as_trained
 from tests.lightning_rl.memory.models import ONE_LAYER, QWEN_7B, QWEN_15B
 
 ROLLOUT, ACTOR, MODEL = "actor_rollout_ref.rollout.", "actor_rollout_ref.actor.", "actor_rollout_ref.model."
@@ -147,6 +149,26 @@ def test_a_reward_model_is_there_while_it_scores(tmp_path: Path) -> None:
     weights = AutoModelForSequenceClassification.from_config(ONE_LAYER).num_parameters() * 2  # bfloat16
     assert beside == pytest.approx(weights / GIB, rel=0.01)
     assert "reward model" not in phases(*scorer, "reward.reward_model.device=cpu")
+
+
+def test_supervised_training_holds_no_engine_and_no_critic(tmp_path: Path) -> None:
+    ONE_LAYER.save_pretrained(tmp_path)
+    words = ("algorithm.adv_estimator=gae", f"actor_rollout_ref.model.path={tmp_path}", "data.train_batch_size=4096")
+    config, gpu = as_trained(configured(*words, f"{ROLLOUT}name=vllm")), stated("80")
+    refuse_what_cannot_fit(config, gpu, sampled=False)
+    for phase in budgets(config, gpu, on_gpu=True, sampled=False)[""].phases:
+        assert phase.name == "update of the policy"
+        assert not phase.parts["engine"] + phase.parts["kv cache"]
+    with pytest.raises(DoesNotFit, match=r"set actor_rollout_ref\.model\.enable_gradient"):
+        refuse_what_cannot_fit(config, Hardware(card(0.001)), sampled=False)
+
+
+def test_a_cache_holds_what_the_kinds_of_layers_keep() -> None:
+    config = configured(f"{ROLLOUT}name=vllm", f"{ROLLOUT}dtype=bfloat16")
+    latent = DeepseekV3Config(num_hidden_layers=61, kv_lora_rank=512, qk_rope_head_dim=64)
+    assert cache_bytes(config, latent) == 61 * (512 + 64) * 2
+    mixed = Qwen3NextConfig(num_hidden_layers=48, num_key_value_heads=2, head_dim=256)  # every fourth is full
+    assert cache_bytes(config, mixed) == 2 * 12 * 2 * 256 * 2
 
 
 def test_an_adapter_alone_is_merged_nowhere_and_vllm_has_room_for_two_versions_of_it() -> None:
