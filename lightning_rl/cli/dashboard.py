@@ -30,7 +30,7 @@ def run(
     host: Annotated[str, typer.Option(help=f"Where to listen; beyond the loopback {ADMIN_KEY} is asked for.")] = (
         "127.0.0.1"
     ),
-    port: Annotated[int, typer.Option(help="Where this one is taken, a free one.")] = PORT,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Where this one is taken, a free one.")] = PORT,
 ) -> None:
     """Open a page of runs: curves, what happens now, every rollout down to its tokens. Ctrl-C ends it.
 
@@ -62,6 +62,8 @@ def _runs(folders: list[Path], url: str | None) -> "list[ViewedRun]":
     from lightning_rl.viewer.run_folder import runs_below
 
     if url is not None:
+        if not url.startswith(("http://", "https://")):
+            raise typer.BadParameter(f"--url {url} is no URL; give http://... or https://...")
         if len(folders) > 1:
             raise typer.BadParameter("--url goes with one folder at most: that of the run whose rollouts are there")
         return [ViewedRun(folders[0] if folders else None, [PagedStore(url, _key(folders))], None if folders else url)]

@@ -143,10 +143,13 @@ def tail(
     lightning-rl rollouts tail --url http://127.0.0.1:8080 --mode train
     ```
     """
+    from lightning_rl.files import LOCK, is_held
     from lightning_rl.inspect import rollout_source as places
 
     which = places.Which(status=status, mode=mode, group_id=group)
     with _place(run_dir, url) as place:
+        if isinstance(place, places.RolloutFolder) and not is_held(place.run_dir / LOCK):
+            typer.echo("nobody works on this run now; what goes on with it is waited for, until Ctrl-C", err=True)
         for rollout in places.tail(place, which, before=limit):
             if as_json:
                 _tell_json(rollout)
@@ -238,6 +241,8 @@ def _server(run_dir: Path | None, url: str | None) -> "Iterator[PagedStore]":
             )
         url, key = ((folder / name).read_text().strip() for name in (URL_FILE, KEY_FILE))
     else:
+        if not url.startswith(("http://", "https://")):
+            raise NoServer(f"--url {url} is no URL; give http://... or https://...")
         key = _key(run_dir)
     store = PagedStore(url, key)
     try:

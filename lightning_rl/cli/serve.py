@@ -93,7 +93,7 @@ RunDir = Annotated[
     typer.Option(help="Where journal and log are; by default NAME-server beside the file, or here for a database."),
 ]
 Host = Annotated[str, typer.Option(help="Where to listen; beyond the loopback with your own keys.")]
-Port = Annotated[int, typer.Option(help="0 takes a free one.")]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")]
 PublicUrl = Annotated[
     str | None, typer.Option(help="Where agents reach it, behind a proxy or on another name; by default HOST:PORT.")
 ]

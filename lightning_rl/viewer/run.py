@@ -64,7 +64,7 @@ class ViewedRun:
             "now": lambda _: self.now(),
             "doctor": lambda _: self._doctor.findings(),
             "choices": lambda _: search.choices(self.index),
-            "rollouts": lambda query: search.page(self.index, query),
+            "rollouts": self.rollouts,
             "groups": lambda query: search.groups(self.index, query),
             "tasks": lambda query: search.tasks(self.index, query),
         }
@@ -148,6 +148,11 @@ class ViewedRun:
             case "tasks", [task_key]:
                 return search.task(self.index, task_key, query)
         raise NotRecorded(f"there is nothing at {path!r}")
+
+    def rollouts(self, query: Query) -> dict[str, Any]:
+        """A page of the rollouts (`search.page`), with `problem`: why not all can be read, if so."""
+        page = search.page(self.index, query)
+        return page | {"problem": None if self._indexer is None else self._indexer.problem}
 
     def summary(self) -> dict[str, Any]:
         """The run in a line."""

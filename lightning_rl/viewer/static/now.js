@@ -4,6 +4,7 @@ import { h, replaced, chip, metricName, number, duration, shortId, taskText, emp
 import { ask, isReport, link, ofRun } from "./data.js";
 import { curve } from "./curve.js";
 
+const OPEN_ROWS = 25; // that are listed
 const NOW_CURVES = ["critic/score/mean", "val/reward"];
 
 export async function nowView(place, { run }) {
@@ -69,6 +70,7 @@ function openTable(run, now) {
   const { open } = now.rollouts;
   if (!open.length) return empty("No rollout is open.");
   const at = Date.now() / 1000;
-  return h("table", { class: "narrow" }, h("thead", {}, h("tr", {}, ["rollout", "status", "for", "task"].map((name) => h("th", {}, name)))),
-    h("tbody", {}, open.slice(0, 25).map((row) => h("tr", {}, h("td", {}, h("a", { href: link(run, "rollout", row.rollout_id) }, shortId(row.rollout_id))), h("td", {}, chip(row.status, row.status)), h("td", { class: "right" }, duration(Math.max(at - row.created, 0))), h("td", { class: "wide" }, taskText(row.task))))));
+  const more = open.length > OPEN_ROWS ? h("p", { class: "note" }, `and ${open.length - OPEN_ROWS} more: `, h("a", { href: link(run, "rollouts", null, { status: "running" }) }, "all that run")) : null;
+  return [h("table", { class: "narrow" }, h("thead", {}, h("tr", {}, ["rollout", "status", "for", "task"].map((name) => h("th", {}, name)))),
+    h("tbody", {}, open.slice(0, OPEN_ROWS).map((row) => h("tr", {}, h("td", {}, h("a", { href: link(run, "rollout", row.rollout_id) }, shortId(row.rollout_id))), h("td", {}, chip(row.status, row.status)), h("td", { class: "right" }, duration(Math.max(at - row.created, 0))), h("td", { class: "wide" }, taskText(row.task)))))), more];
 }

@@ -14,7 +14,7 @@ export async function rolloutView(place, { run, name, query, go }) {
   const attempt = rollout.attempts.find((each) => each.sequence === wanted);
   replaced(place, headOf(run, rollout), siblings(run, rollout));
   if (!attempt) {
-    place.append(empty(rollout.status === "queued" ? "No runner has taken this rollout yet." : "There is no attempt to show."));
+    place.append(taskBlock(rollout.task), empty(rollout.status === "queued" ? "No runner has taken this rollout yet." : "There is no attempt to show."));
     return { rollout };
   }
   const state = { run, rollout, attempt, by: query.colour ?? "text", token: query.token ? Number(query.token) : null, chosen: Number(query.call) || null, model: "", models: [...new Set(attempt.calls.map((call) => call.model))], columns: new Map(), parts: new Map() };
@@ -97,7 +97,7 @@ const modelOf = (attempt, number_) => attempt.calls.find((call) => call.number =
 
 function conversation(state) {
   const { attempt } = state;
-  if (!attempt.calls.length) return empty("The agent made no call in this attempt.", attempt.error ? ` It failed: ${plainText(attempt.error)}` : "");
+  if (!attempt.calls.length) return [taskBlock(state.rollout.task), empty("The agent made no call in this attempt.", attempt.error ? ` It failed: ${firstWords(plainText(attempt.error))}` : "")];
   const list = h("div", { class: "calls" });
   const calls = state.model ? attempt.calls.filter((call) => call.model === state.model) : attempt.calls;
   state.parts.clear();
@@ -113,6 +113,8 @@ function conversation(state) {
   add();
   return [taskBlock(state.rollout.task), list, more];
 }
+
+const firstWords = (text) => text.length > 200 ? `${text.slice(0, 200)}…` : text; // the whole error stands beside it
 
 function taskBlock(task) {
   return h("details", { class: "task" }, h("summary", {}, "task"), h("div", { class: "text mono" }, plainText(typeof task === "string" ? task : JSON.stringify(task, null, 1))));

@@ -18,7 +18,7 @@ const TABLE_COLUMNS = [
   ["seconds", "time", (row) => duration(row.seconds)],
   ["attempts", "tries", (row) => number(row.attempts)],
   ["agent", "agent", (row) => row.agent ?? ""],
-  ["task", "task", (row) => row.error ? `⚠ ${row.error}` : taskText(row.task)],
+  ["task", "task", (row) => row.error ? `⚠ ${row.error.length > 80 ? `${row.error.slice(0, 80)}…` : row.error} · ${taskText(row.task)}` : taskText(row.task)],
 ];
 const RIGHT = new Set(["step", "reward", "advantage", "calls", "sampled", "trained", "seconds", "attempts"]);
 
@@ -83,7 +83,7 @@ function rowsTable(run, wanted, columns, count, sortBy) {
       next = page.next;
       if (page.total !== null) total = page.total;
       replaced(count, `${number(total)} rollouts`);
-      if (!rows.length) replaced(drawn, empty("No rollout fits these filters."));
+      if (!rows.length) replaced(drawn, page.problem ? h("p", { class: "problem" }, page.problem) : empty("No rollout fits these filters."));
       else draw();
       if (!rows.length) spacer.style.height = "0";
     } catch (error) {

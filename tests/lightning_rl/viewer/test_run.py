@@ -235,6 +235,7 @@ def test_a_damaged_step_record_is_told_and_the_rest_is_shown(tmp_path: Path) -> 
     (run_dir / "steps" / "000001.msgpack").write_bytes(b"half")
     run = read(run_dir)
     problem = run.answer("summary", {})["problem"]
+    assert run.answer("rollouts", {})["problem"] == problem
     assert "000001.msgpack cannot be read" in problem
     assert run.index.record_of("train-2-1") is not None
     run.indexer.look()
