@@ -305,13 +305,13 @@ class HearingRenderer:
         self.tokenizer: FastTokenizer = renderer.tokenizer
         self.chat_template_kwargs: Mapping[str, Any] = renderer.chat_template_kwargs
 
-    def knows(self, kwargs: Mapping[str, Any]) -> bool:
+    def is_made(self, kwargs: Mapping[str, Any]) -> bool:
         """See `Renderer`."""
-        return self._renderer.knows(kwargs)
+        return self._renderer.is_made(kwargs)
 
-    def told(self, kwargs: Mapping[str, Any]) -> "HearingRenderer":
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> "HearingRenderer":
         """See `Renderer`."""
-        return HearingRenderer(self._renderer.told(kwargs), self._recording)
+        return HearingRenderer(self._renderer.with_kwargs(kwargs), self._recording)
 
     @property
     def vision(self) -> Vision | None:

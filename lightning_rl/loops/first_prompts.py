@@ -40,10 +40,10 @@ class FirstPrompts:
         if loop is ToolAgent and (tools := self._schemas(tools_of(task).selection)):
             fields["tools"] = tools
         request = chat_completions.parse(fields)
-        ids = self._renderer.render(request.asked, request.tools)
+        ids = self._renderer.render(request.prompt_messages, request.tools)
         if self._renderer.vision is None:
             return len(ids)
-        shown = [images.read(where, url) for where, url in images.urls(request.asked)]
+        shown = [images.read(where, url) for where, url in images.urls(request.prompt_messages)]
         return len(self._renderer.vision.expand(ids, shown)[0])
 
     def _schemas(self, selection: Sequence[str] | None) -> list[dict[str, Any]]:

@@ -186,9 +186,9 @@ class Gateway:
         tried again: an agent that failed then is not to blame. None where nothing did."""
         return self._failures.of((rollout_id, attempt_id))
 
-    def interrupted(self, rollout_id: str, attempt_id: str, what: str) -> None:
-        """Calls of this attempt may have found no gateway; `what` happened, for `failure_of`."""
-        self._failures.note((rollout_id, attempt_id), b"", what)
+    def interrupted(self, rollout_id: str, attempt_id: str, problem: str) -> None:
+        """Calls of this attempt may have found no gateway; `problem` happened, for `failure_of`."""
+        self._failures.note((rollout_id, attempt_id), b"", problem)
 
     def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
         """What engines handed over for the attempts at these rollouts, by attempt id; those whose calls did not come in

@@ -137,7 +137,7 @@ def test_a_request_may_ask_for_a_prompt_of_its_own_and_its_conversation_goes_on(
     renderer = serve.gateway._renderer
     assert renderer is not None
     messages = [user("one")]
-    thinks = renderer.told({"enable_thinking": True})
+    thinks = renderer.with_kwargs({"enable_thinking": True})
     for _ in range(2):
         asked = {"input": messages} if door == "responses" else {"messages": messages, "max_tokens": 64}
         asked.pop("max_tokens", None) if door == "chat/completions" else None

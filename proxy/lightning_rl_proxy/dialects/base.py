@@ -89,7 +89,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     fields: dict[str, Any] = {}
 
     @property
-    def asked(self) -> list[dict[str, Any]]:
+    def prompt_messages(self) -> list[dict[str, Any]]:
         """The messages that are to be answered: all but the beginning of the answer."""
         return self.messages[:-1] if self.prefill else self.messages
 
@@ -246,17 +246,17 @@ def check_prefill(where: str, message: dict[str, Any]) -> None:
         raise GatewayError(400, f"{where}: the assistant's message, which is to be continued, {problem}", param=where)
 
 
-def no_request(what: str, error: Exception | str) -> GatewayError:
-    """The body is not a request of the dialect; `what` names the dialect's requests."""
+def no_request(kind: str, error: Exception | str) -> GatewayError:
+    """The body is not a request of the dialect; `kind` names the dialect's requests."""
     at = _AT.search(str(error))
     return GatewayError(
-        400, f"the request body is not a {what or 'JSON'} request: {error}", param=None if at is None else at[1]
+        400, f"the request body is not a {kind or 'JSON'} request: {error}", param=None if at is None else at[1]
     )
 
 
-def refused(where: str, what: str, kind: str = "invalid_request_error") -> GatewayError:
+def refused(where: str, problem: str, kind: str = "invalid_request_error") -> GatewayError:
     """What stands at `where` in a request is not as it has to be."""
-    return GatewayError(400, f"{where} {what}", param=where, kind=kind)
+    return GatewayError(400, f"{where} {problem}", param=where, kind=kind)
 
 
 def text_of(where: str, holder: Any, name: str) -> str:

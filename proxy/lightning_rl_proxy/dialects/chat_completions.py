@@ -141,7 +141,7 @@ def serialize(request: Request, opening: Opening, answers: Sequence[ParsedAnswer
     choices = [
         {
             "index": index,
-            "message": _said(answer, legacy=_is_legacy(request)),
+            "message": _message_of(answer, legacy=_is_legacy(request)),
             "finish_reason": _finish_reason(answer, legacy=_is_legacy(request)),
             "logprobs": _logprobs(answer.tokens() if request.logprobs else None, request),
         }
@@ -398,7 +398,7 @@ def _is_legacy(request: Request) -> bool:
     return bool(request.fields.get("functions"))
 
 
-def _said(answer: ParsedAnswer, *, legacy: bool) -> dict[str, Any]:
+def _message_of(answer: ParsedAnswer, *, legacy: bool) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
     if answer.reasoning is not None:
         message["reasoning_content"] = answer.reasoning

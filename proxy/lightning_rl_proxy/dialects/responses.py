@@ -79,8 +79,8 @@ TABLES = Tables(
 _LAST = 2**31 - 1  # the highest number of an event
 
 
-def parse(fields: dict[str, Any], known: Mapping[str, list[dict[str, Any]]] | None = None) -> Request:
-    """See `Dialect`. What is `kept` of the responses `known` by id is where an `item_reference` finds its item."""
+def parse(fields: dict[str, Any], responses: Mapping[str, list[dict[str, Any]]] | None = None) -> Request:
+    """See `Dialect`. What is `kept` of `responses`, by their ids, is where an `item_reference` finds its item."""
     try:
         wire = msgspec.convert(fields, ResponsesWire)
     except msgspec.ValidationError as error:
@@ -92,7 +92,7 @@ def parse(fields: dict[str, Any], known: Mapping[str, list[dict[str, Any]]] | No
     ignored += [f"text.{name}" for name, value in (wire.text or {}).items() if name != "format" and value is not None]
     return Request(
         model=wire.model,
-        messages=messages_of(wire, known or {}),
+        messages=messages_of(wire, responses or {}),
         tools=tools,
         tool_choice=choice,
         parallel_tool_calls=wire.parallel_tool_calls is not False,

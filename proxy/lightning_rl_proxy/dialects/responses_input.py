@@ -62,8 +62,8 @@ class _Said(msgspec.Struct):
         return message
 
 
-def messages_of(wire: ResponsesWire, known: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The messages of a request, its instructions first. What is `kept` of the responses `known` by id is where an
+def messages_of(wire: ResponsesWire, responses: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The messages of a request, its instructions first. What is `kept` of `responses`, by their ids, is where an
     `item_reference` finds its item. Raises GatewayError(400) for what is no item."""
     messages = [{"role": "system", "content": wire.instructions}] if wire.instructions else []
     if isinstance(wire.input, str):
@@ -72,7 +72,7 @@ def messages_of(wire: ResponsesWire, known: Mapping[str, list[dict[str, Any]]]) 
         raise refused("input", "is missing; it is a text or a list of items")
     pieces: list[_Piece] = []
     for index, item in enumerate(wire.input or ()):
-        read = _item(f"input[{index}]", item, known)
+        read = _item(f"input[{index}]", item, responses)
         if isinstance(read, dict):
             messages += [*_answers(pieces), read]
             pieces = []
@@ -90,7 +90,7 @@ def _item(where: str, item: Any, responses: Mapping[str, list[dict[str, Any]]]) 
     kind = item.get("type")
     match ("message" if "role" in item else "item_reference") if kind is None else kind:
         case "message":
-            return _said(where, item)
+            return _message(where, item)
         case "function_call":
             return [_Piece("call", called(where, item), _answer_of(item))]
         case "custom_tool_call" | "local_shell_call" | "apply_patch_call":
@@ -118,7 +118,7 @@ def _item(where: str, item: Any, responses: Mapping[str, list[dict[str, Any]]]) 
             )
 
 
-def _said(where: str, item: dict[str, Any]) -> dict[str, Any] | list[_Piece]:
+def _message(where: str, item: dict[str, Any]) -> dict[str, Any] | list[_Piece]:
     role = item.get("role")
     if role not in _ROLES:
         raise refused(f"{where}.role", f"is {role!r}; it is one of {list(_ROLES)}")

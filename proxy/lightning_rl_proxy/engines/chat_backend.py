@@ -100,13 +100,15 @@ class OpenAIBackend:
         """See `ChatBackend`."""
         plain = body | {"model": self.remote_model}
         if not self._asks_for_tokens:
-            return _told(await self._post(plain), body)
+            return _backend_answer(await self._post(plain), body)
         try:
-            answer = _told(await self._post(plain | _ASKED_FOR_TOKENS), body)
+            answer = _backend_answer(await self._post(plain | _ASKED_FOR_TOKENS), body)
         except GatewayError as refused:
             if refused.status in _SAYS_NOTHING_OF_FIELDS or refused.status >= 500:
                 raise
-            answer = _told(await self._post(plain), body)  # where this is refused too, it was not for what we added
+            answer = _backend_answer(
+                await self._post(plain), body
+            )  # where this is refused too, it was not for what we added
             self._asks_for_tokens = False
         else:
             self._asks_for_tokens = answer.response_ids is not None
@@ -232,7 +234,7 @@ class _ServiceLogprobs(msgspec.Struct):
     content: list[_ServiceLogprob]
 
 
-def _told(body: dict[str, Any], request: Mapping[str, Any]) -> BackendAnswer:
+def _backend_answer(body: dict[str, Any], request: Mapping[str, Any]) -> BackendAnswer:
     """The answer with what it tells of tokens; what the agent did not ask for is taken out of the body."""
     choice = body["choices"][0]
     prompt_ids = _ids(body.get("prompt_token_ids", choice.get("prompt_token_ids")))

@@ -121,11 +121,11 @@ class HttpRequest:
     """An answer for as long as somebody waits for it."""
 
     def __init__(self, client: "Client", method: str, path: str, body: bytes) -> None:
-        self._asked = client, method, path, body
+        self._request = client, method, path, body
         self._response: HttpResponse | None = None
 
     async def __aenter__(self) -> HttpResponse:
-        client, method, path, body = self._asked
+        client, method, path, body = self._request
         url = client.url + path
         connection = await client.connection(url)
         response = self._response = connection.ask(url, client.head(method, path, len(body)), body)

@@ -76,23 +76,23 @@ class ProbedServer:
         except aiohttp.ClientError as error:
             raise EngineUnavailable(f"engine {self.url} cannot be reached: {error}; start it first") from error
 
-    def decoded(self, said: bytes, expected: type[T], path: str) -> T:
+    def decoded(self, body: bytes, expected: type[T], path: str) -> T:
         """The answer's record. Raises EngineRefused for an answer that does not parse."""
         try:
-            return msgspec.json.decode(said, type=expected)
+            return msgspec.json.decode(body, type=expected)
         except msgspec.DecodeError as error:
             raise EngineRefused(
-                f"{self.url}{path} does not answer as {self._name} does ({error}): {said[:200]!r}"
+                f"{self.url}{path} does not answer as {self._name} does ({error}): {body[:200]!r}"
             ) from error
 
-    def check(self, status: int, said: bytes, path: str) -> None:
+    def check(self, status: int, reply: bytes, path: str) -> None:
         """Raises EngineRefused or EngineUnavailable for an answer that is an error."""
         if status == 401:
             raise EngineRefused(f"engine {self.url} wants an API key; start it without --api-key, behind a firewall")
         if status >= 500:
-            raise EngineUnavailable(f"engine {self.url}{path} answered {status}: {said[:500]!r}")
+            raise EngineUnavailable(f"engine {self.url}{path} answered {status}: {reply[:500]!r}")
         if status != 200:
-            raise EngineRefused(f"engine {self.url}{path} answered {status}: {said[:500]!r}")
+            raise EngineRefused(f"engine {self.url}{path} answered {status}: {reply[:500]!r}")
 
 
 async def asked(url: str, name: str, questions: Callable[[ProbedServer], Awaitable[T]]) -> T:

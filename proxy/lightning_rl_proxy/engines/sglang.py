@@ -277,9 +277,9 @@ class SGLangEngine:
     async def _tell_version(self) -> None:
         """Let the server label what it samples from now on, where the version is another than it was told."""
         version = self.policy_version
-        if version != self._labels.told:
+        if version != self._labels.current:
             await self._order("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-            self._labels.told = version
+            self._labels.current = version
 
     async def _abort(self, rid: str) -> None:
         """Order an abort; a server that cannot be told sees the closed connection in the end."""

@@ -29,7 +29,7 @@ class Labels:
 
     def __init__(self, version: int) -> None:
         self._registered = version
-        self.told = version  # what the server labels its tokens with from now on
+        self.current = version  # what the server labels its tokens with from now on
 
     def ranges(self, labelled: Sequence[Labelled] | None, version: int, sampled: int) -> list[VersionRange]:
         """Who sampled which of the `sampled` tokens; `version` is believed of a server that does not say."""
@@ -39,8 +39,8 @@ class Labels:
 
     def fingerprint_of(self, label: str | int | None) -> int:
         """The version behind the label that the server says it has: not the one told, if it was started anew."""
-        self.told = self.number(label)
-        return self.told
+        self.current = self.number(label)
+        return self.current
 
     def number(self, label: str | int | None) -> int:
         """The version that a label says."""

@@ -290,9 +290,9 @@ class TokenEngine:
     async def _tell_version(self) -> None:
         """Let a vLLM server label what it samples from now on, where the version is another than it was told."""
         version = self.policy_version
-        if self.kind == "vllm" and version != self._labels.told:
+        if self.kind == "vllm" and version != self._labels.current:
             await self._order("/update_weight_version", {"new_version": str(version)})
-            self._labels.told = version
+            self._labels.current = version
 
     async def _order(self, path: str, body: Any = None) -> None:
         await self._server.order(path, body, needs=_NEEDS)

@@ -29,20 +29,20 @@ class Fork(msgspec.Struct, frozen=True):
 
 
 def find(
-    asked: ConversationFingerprint, known: ConversationFingerprint, shared: int, *, holds_answer: bool
+    request: ConversationFingerprint, earlier: ConversationFingerprint, shared: int, *, holds_answer: bool
 ) -> Fork | None:
-    """The fork of `asked` from `known`, whose first `shared` messages are equal; None for another sample of a prompt.
+    """The fork of `request` from `earlier`, whose first `shared` messages are equal; None for another sample of a prompt.
 
-    `holds_answer`: whether a message of `asked` is an answer of the attempt.
+    `holds_answer`: whether a message of `request` is an answer of the attempt.
     """
-    whole = shared == len(asked.body)
-    if asked.head != known.head and (whole or any(echo.role == "assistant" for echo in asked.body[:shared])):
-        cause = _other_head(asked, known) if holds_answer else ForkCause.NEW_CONVERSATION
+    whole = shared == len(request.body)
+    if request.head != earlier.head and (whole or any(echo.role == "assistant" for echo in request.body[:shared])):
+        cause = _other_head(request, earlier) if holds_answer else ForkCause.NEW_CONVERSATION
     elif whole:
         return None
     else:
-        cause = _cause(asked.body, known.body, shared, holds_answer=holds_answer)
-    return Fork(cause, *_first_message(asked, known, shared))
+        cause = _cause(request.body, earlier.body, shared, holds_answer=holds_answer)
+    return Fork(cause, *_first_message(request, earlier, shared))
 
 
 def first_difference(ids: list[int], others: list[int]) -> int:

@@ -53,7 +53,7 @@ class IncrementalDecode:
     """The long requests of one attempt."""
 
     def __init__(self) -> None:
-        self._known: list[_Beginning] = []  # the last used one at the end
+        self._beginnings: list[_Beginning] = []  # the last used one at the end
 
     def read(self, body: bytes) -> DecodedBody:
         """A request. Raises GatewayError(400) for a body that is no JSON object."""
@@ -65,15 +65,15 @@ class IncrementalDecode:
         """Remember what all the messages of a request were read as."""
         if said.opens:
             digest = xxhash.xxh3_128_digest(memoryview(said.body)[: said.ends])
-            self._known = [beginning for beginning in self._known if beginning.digest != digest][1 - _KEPT :]
-            self._known.append(_Beginning(said.opens, said.ends, digest, messages))
+            self._beginnings = [beginning for beginning in self._beginnings if beginning.digest != digest][1 - _KEPT :]
+            self._beginnings.append(_Beginning(said.opens, said.ends, digest, messages))
 
     def _behind(self, body: bytes) -> DecodedBody | None:
         """The request, read behind the longest beginning that it shares with an earlier one and goes on from."""
         # No secret: who makes two beginnings collide confuses an attempt of its own.
         digest, at, longest = xxhash.xxh3_128(), 0, None
         view = memoryview(body)
-        for beginning in sorted(self._known, key=lambda beginning: beginning.ends):
+        for beginning in sorted(self._beginnings, key=lambda beginning: beginning.ends):
             if beginning.ends >= len(body):
                 break
             digest.update(view[at : beginning.ends])
@@ -86,8 +86,8 @@ class IncrementalDecode:
         request = _opened(body, rest, longest.opens, longest.ends - longest.opens)
         if request is None:
             return None
-        self._known.remove(longest)
-        self._known.append(longest)
+        self._beginnings.remove(longest)
+        self._beginnings.append(longest)
         return request._replace(read=longest.messages)
 
 

@@ -53,14 +53,14 @@ class LiveForest:
         self.tools_recorded: set[str] = set()  # by their digests
         self._unread: list[list[Answered]] = []  # the answers of each request since the last one
         # What is read, in order of answers: all calls; those behind a head and key; the last at an end; the last that
-        # said a message; and, by the key behind it and its tool-call ids, the answer with those ids. `_asked` are whole
-        # prompts, `_begun` all beginnings of conversations, with their head and without (None).
+        # said a message; and, by the key behind it and its tool-call ids, the answer with those ids. `_requests` are
+        # whole prompts, `_begun` all beginnings of conversations, with their head and without (None).
         self._live: list[LiveCall] = []
         self._answered: dict[tuple[Head, bytes], list[LiveCall]] = {}
         self._ends: dict[_End, LiveCall] = {}
-        self._said: dict[tuple[bytes, MessageFingerprint], LiveCall] = {}
+        self._by_answer: dict[tuple[bytes, MessageFingerprint], LiveCall] = {}
         self._issued: dict[tuple[Head, bytes, tuple[str, ...]], LiveCall] = {}
-        self._asked: set[tuple[Head, bytes]] = set()
+        self._requests: set[tuple[Head, bytes]] = set()
         self._begun: set[tuple[Head | None, bytes]] = set()
         self._at_hand: deque[list[LiveCall]] = deque()
         self._cut: dict[str, None] = {}  # the texts of answers that more may stand behind
@@ -71,15 +71,15 @@ class LiveForest:
         messages: list[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
         renderer: Renderer,
-        told: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Place:
-        """The place of a request that has just arrived; `told` is what its renderer was told besides, for it alone."""
+        """The place of a request that has just arrived; `kwargs` are what its renderer was told besides, for it alone."""
         if renderer.vision is not None:
             messages = self.images.named(messages)
-        turn = self.find_turn(model, messages, tools, told)
+        turn = self.find_turn(model, messages, tools, kwargs)
         added = self._added(renderer, turn, tools)
-        if added is None and turn.asked.messages is not messages:
-            turn = self.find_turn(model, messages, tools, told, as_written=True)
+        if added is None and turn.request.messages is not messages:
+            turn = self.find_turn(model, messages, tools, kwargs, as_written=True)
             added = self._added(renderer, turn, tools)
         if turn.parent is None:
             ids, media = self._shown(renderer, renderer.render(messages, tools), messages)
@@ -120,7 +120,7 @@ class LiveForest:
         model: str,
         messages: Sequence[dict[str, Any]],
         tools: list[dict[str, Any]] | None,
-        told: Mapping[str, Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
         *,
         as_written: bool = False,
     ) -> Place:
@@ -128,12 +128,12 @@ class LiveForest:
 
         `as_written`: no answer in it is read as another that it restates (see `restated_answers`).
         """
-        request = RequestKey(message_fingerprint.seed(model), messages, message_fingerprint.digest_tools(tools, told))
+        request = RequestKey(message_fingerprint.seed(model), messages, message_fingerprint.digest_tools(tools, kwargs))
         trail = self.follow(request)
         if trail is None:
             return Place(None, [], [], messages, None, request, None)
         if not as_written and (other := self._restated(trail)) is not None:
-            request, trail = other.asked, other
+            request, trail = other.request, other
             messages = request.messages
         if trail.continued is not None:
             return Place(trail.continued, [], [], messages[trail.continued.length :], None, request, trail)
@@ -142,16 +142,16 @@ class LiveForest:
 
     def _restated(self, trail: Trail) -> Trail | None:
         """The trail of a request with its answers read as what they are, where it continues a call only so."""
-        messages = trail.asked.messages
+        messages = trail.request.messages
         behind = messages[0 if trail.continued is None else trail.continued.length :]
         if not any(message.get("role") == "assistant" for message in behind):
             return None
         if (read := restated_answers.restated(messages, self._cut)) is None:
             return None
-        other = self.follow(trail.asked._replace(messages=read))
+        other = self.follow(trail.request._replace(messages=read))
         if other is None or other.continued is None:
             return None
-        added = other.asked.messages[other.continued.length :]
+        added = other.request.messages[other.continued.length :]
         first = 1 if added and added[0].get(restated_answers.BEHIND) else 0
         return None if any(message.get("role") == "assistant" for message in added[first:]) else other
 
@@ -169,7 +169,7 @@ class LiveForest:
     def remember(self, answers: Sequence[Answered]) -> list[LiveCall]:
         """Make the answers of one exchange continuable now, and give them."""
         first, *_ = answers
-        trail = first.place.trail or _opened(first.place.asked)
+        trail = first.place.trail or _opened(first.place.request)
         lives = [self._live_call(trail, answered) for answered in answers]
         for answered, live in zip(answers, lives, strict=True):
             if answered.text is None:
@@ -186,7 +186,7 @@ class LiveForest:
         seen, skipped = trail.seen(), trail.skipped()
         numbering = Numbering(trail.numbering.called, trail.numbering.answered)
         answer = numbering.numbered(message_fingerprint.fingerprint_of(message))
-        added = trail.asked.messages[trail.continued.length if trail.continued else 0 :]
+        added = trail.request.messages[trail.continued.length if trail.continued else 0 :]
         thoughts: dict[int, Thought] = {}
         depth = skipped + len(trail.fingerprints) + 1
         if answered.thought is not None:
@@ -214,24 +214,24 @@ class LiveForest:
         """Have later requests find the call."""
         self._live.append(live)
         self._answered.setdefault((trail.head, live.key), []).append(live)
-        self._asked.add((trail.head, trail.keys[-1]))
+        self._requests.add((trail.head, trail.keys[-1]))
         for key in live.keys:
             self._begun.add((trail.head, key))
             self._begun.add((None, key))
-        self._said[trail.asked.seed, _bare(live.answer)] = live
+        self._by_answer[trail.request.seed, _bare(live.answer)] = live
         if live.issued_ids():
             self._issued[trail.head, live.key, live.answer.ids] = live
-        self._ends[_end(trail.asked, live.answer)] = live
+        self._ends[_end(trail.request, live.answer)] = live
         if live.cut:
             self._cut[live.cut] = None
 
-    def follow(self, asked: RequestKey) -> Trail | None:
+    def follow(self, request: RequestKey) -> Trail | None:
         """The trail of a request, to the deepest call that it continues; None while nothing is answered."""
         while self._unread:
             self.remember(self._unread.pop(0))
         if not self._live:
             return None
-        trail = self._read(asked)
+        trail = self._read(request)
         head = trail.head
         for depth, message in enumerate(trail.fingerprints, start=trail.skipped() + 1):
             trail.keys.append(message_fingerprint.chain(trail.keys[-1], message))
@@ -242,7 +242,7 @@ class LiveForest:
                 trail.continued = _chosen(equal, trail)
                 if trail.continued is not None:
                     break
-        trail.repeats = (head, trail.keys[-1]) in self._asked
+        trail.repeats = (head, trail.keys[-1]) in self._requests
         return trail
 
     def _read(self, request: RequestKey) -> Trail:
@@ -277,7 +277,7 @@ class LiveForest:
         else:
             fork, nearest = None if turn.trail.repeats else refused(turn.parent, ids), turn.parent
         fork = None if fork is None else with_token(fork, nearest, ids)
-        return Place(None, ids, ids, messages, fork, turn.asked, turn.trail, nearest)
+        return Place(None, ids, ids, messages, fork, turn.request, turn.trail, nearest)
 
     def _fork(self, trail: Trail) -> tuple[Fork | None, LiveCall | None]:
         """Why a request continues nothing, and the call that it was compared with; None while nothing is answered.
@@ -286,8 +286,9 @@ class LiveForest:
         the latest answer that the request still holds; of equally near ones that with the same head, then the one
         answered last.
         """
-        conversation, seed = trail.conversation(), trail.asked.seed
-        calls = [self._said.get((seed, _bare(message))) for message in conversation.body if message.role == "assistant"]
+        conversation, seed = trail.conversation(), trail.request.seed
+        answers = [message for message in conversation.body if message.role == "assistant"]
+        calls = [self._by_answer.get((seed, _bare(message))) for message in answers]
         answered = [live for live in calls if live is not None]
         shared = len(conversation.body)
         while shared and (None, trail.key_at(shared)) not in self._begun:

@@ -100,10 +100,10 @@ def split(fingerprints: list[MessageFingerprint], tools: bytes) -> ConversationF
     return ConversationFingerprint(Head(tools, tuple(echo.text for echo in fingerprints[:first])), fingerprints[first:])
 
 
-def digest_tools(tools: Any, told: Any = None) -> bytes:
+def digest_tools(tools: Any, kwargs: Any = None) -> bytes:
     """What identifies a request's tools, and what else its prompt is rendered with where that is not as for others."""
-    if told:
-        return _digest(_json([tools or [], told]))
+    if kwargs:
+        return _digest(_json([tools or [], kwargs]))
     return _digest(_json(tools)) if tools else _NO_TOOLS
 
 

@@ -255,7 +255,7 @@ class Trail(msgspec.Struct, eq=False):
     by depth; `continued` is the call that it continues in messages; `repeats`: all of it was asked before.
     """
 
-    asked: RequestKey
+    request: RequestKey
     head: Head
     start: LiveCall | None
     fingerprints: list[MessageFingerprint]
@@ -289,7 +289,7 @@ class Trail(msgspec.Struct, eq=False):
         lineage_ids = (
             {id(node) for node in self.start.lineage()} if self.start is not None and live is not self.start else ()
         )
-        messages, systems, first = self.asked.messages, len(self.head.systems), None
+        messages, systems, first = self.request.messages, len(self.head.systems), None
         for node in live.lineage():
             if node is self.start or id(node) in lineage_ids:
                 break
@@ -319,7 +319,7 @@ class Place(msgspec.Struct, frozen=True, eq=False):
     prompt_ids: list[int]
     new_messages: Sequence[dict[str, Any]]
     fork: Fork | None
-    asked: RequestKey
+    request: RequestKey
     trail: Trail | None
     nearest: LiveCall | None = None
     prompt: Prompt | None = None
@@ -344,8 +344,8 @@ class Place(msgspec.Struct, frozen=True, eq=False):
     def attributes(self) -> dict[str, Any]:
         """What the span of a call says of its place, beside its parent."""
         more: dict[str, Any] = {}
-        if self.parent is None and self.asked.tools != _NO_TOOLS:
-            more[semconv.TOOLS] = self.asked.tools.hex()
+        if self.parent is None and self.request.tools != _NO_TOOLS:
+            more[semconv.TOOLS] = self.request.tools.hex()
         return more if self.fork is None else more | self.fork.attributes()
 
     def with_prompt(self, prompt_ids: list[int], messages: Sequence[dict[str, Any]]) -> "Place":
@@ -356,7 +356,7 @@ class Place(msgspec.Struct, frozen=True, eq=False):
         context = self.parent.context()
         if prompt_ids[: len(context)] != context:
             fork = None if self.repeats else refused(self.parent, prompt_ids)
-            return Place(None, prompt_ids, prompt_ids, messages, fork, self.asked, self.trail, self.parent)
+            return Place(None, prompt_ids, prompt_ids, messages, fork, self.request, self.trail, self.parent)
         return replace(self, added_ids=prompt_ids[len(context) :], prompt_ids=prompt_ids)
 
 

@@ -99,16 +99,16 @@ class Texts:
 
     def __init__(self) -> None:
         self._begun: list[_Known] = []  # those that go on from none
-        self._known: dict[str, _Known] = {}  # by call id
+        self._prompts_by_call: dict[str, _Known] = {}  # by call id
 
     def add(self, model: str, prompt: Prompt, live: LiveCall) -> None:
         """Make an answered call continuable."""
-        parent = None if live.parent is None else self._known.get(live.parent.call.call_id)
+        parent = None if live.parent is None else self._prompts_by_call.get(live.parent.call.call_id)
         if parent is not None and parent.answer is None:  # of a call that was recorded before the attempt came here
             parent = None
         start = 0 if parent is None else parent.end
-        entry = _Known(len(self._known), model, prompt[start:], live, parent, start)
-        self._known[live.call.call_id] = entry
+        entry = _Known(len(self._prompts_by_call), model, prompt[start:], live, parent, start)
+        self._prompts_by_call[live.call.call_id] = entry
         (self._begun if parent is None else parent.children).append(entry)
 
     def place(self, turn: Place, model: str, prompt: Prompt, reader: RawPromptReader) -> Place:
@@ -147,7 +147,7 @@ class Texts:
 
     def _fork(self, model: str, prompt: Prompt, reader: RawPromptReader) -> Fork | None:
         """Why a prompt continues nothing: it goes on behind the visible text alone, or it is another prompt."""
-        mine = [(one, one.prompt()) for one in self._known.values() if one.model == model]
+        mine = [(one, one.prompt()) for one in self._prompts_by_call.values() if one.model == model]
         for one, previous in reversed(mine):
             if isinstance(previous, str) and isinstance(prompt, str):
                 visible = previous + reader.parse("", [], one.live.call.response_ids, None, "stop", None).content

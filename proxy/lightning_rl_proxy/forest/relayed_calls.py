@@ -148,7 +148,7 @@ def deltas(answer: ParsedAnswer, *, tokens: bool = False) -> Iterator[Delta]:
 
 def placed(place: Place, answer: BackendAnswer) -> Place:
     """Where the answer's call is, now that its prompt may be known."""
-    return place if answer.prompt_ids is None else place.with_prompt(answer.prompt_ids, place.asked.messages)
+    return place if answer.prompt_ids is None else place.with_prompt(answer.prompt_ids, place.request.messages)
 
 
 class CallIdentity(NamedTuple):
@@ -193,7 +193,7 @@ def call_of(
     )
 
 
-def told_again(call: Call, said: Mapping[str, Any]) -> BackendAnswer:
+def repeated_answer(call: Call, said: Mapping[str, Any]) -> BackendAnswer:
     """The answer of a recorded call, `said` the attributes of its span: what the service said, under an id of ours."""
     message = said[semconv.OUTPUT_MESSAGES][0]
     counts = {"prompt_tokens": said.get(semconv.INPUT_TOKENS), "completion_tokens": said.get(semconv.OUTPUT_TOKENS)}

@@ -43,11 +43,11 @@ def is_cut(call: Call, renderer: Renderer | None) -> bool:
     return renderer is not None and call.exact and bool(ids) and ids[-1] not in renderer.stop_token_ids
 
 
-def words_behind(renderer: Renderer, response_ids: list[int], message: dict[str, Any], said: str) -> str:
+def words_behind(renderer: Renderer, response_ids: list[int], message: dict[str, Any], text: str) -> str:
     """The words of a message that stand behind an answer, without the stop text, which was sampled."""
     words: str = message["content"]
     sampled = renderer.tokenizer.decode(response_ids)
-    stop = sampled[sampled.rfind(said) + len(said) :].strip() if said else ""
+    stop = sampled[sampled.rfind(text) + len(text) :].strip() if text else ""
     behind = words.lstrip()
     return behind[len(stop) :] if stop and behind.startswith(stop) else words
 

@@ -50,17 +50,17 @@ class ShownImages:
         """What a known URL or reference means."""
         return self._images[self._named[_digest(url)]]
 
-    def named(self, messages: list[dict[str, Any]], known: int = 0) -> list[dict[str, Any]]:
+    def named(self, messages: list[dict[str, Any]], count: int = 0) -> list[dict[str, Any]]:
         """The messages with references to their images in the place of URLs that hold them, or are known; the first
-        `known` messages as they are, and all where there are references alone. Raises GatewayError(400) for a URL that
+        `count` messages as they are, and all where there are references alone. Raises GatewayError(400) for a URL that
         says it holds an image, and holds none."""
-        urls = [(where, url) for where, url in images.urls(messages[known:], known) if not url.startswith(url_of(""))]
+        urls = [(where, url) for where, url in images.urls(messages[count:], count) if not url.startswith(url_of(""))]
         if not urls:
             return messages
         for where, url in urls:
             if images.is_data(url) and not self.knows(url):
                 self.add(images.read(where, url), url)
-        return [*messages[:known], *with_urls(messages[known:], self._reference)]
+        return [*messages[:count], *with_urls(messages[count:], self._reference)]
 
     def relayed(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The messages as `named` has them, of a request that goes on to a service: what holds no image that is read

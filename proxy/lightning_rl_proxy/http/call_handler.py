@@ -143,7 +143,7 @@ class CallHandler:
         chosen, _ = choose() if _is_known(request, renderer) else await tokenizing.in_thread(choose)
 
         def count() -> int:
-            prompt_ids = chosen.render(request.asked, request.tools)
+            prompt_ids = chosen.render(request.prompt_messages, request.tools)
             return len(prompt_ids) + len(_forced(request, prompt_ids, chosen))
 
         counted = await tokenizing.of_body(count, size)
@@ -277,7 +277,8 @@ class CallHandler:
 
     def _record_tools(self, context: CallContext, place: Place) -> None:
         """Tools once, before the first call that shows them."""
-        tools, digest, recorded = context.request.tools, place.asked.tools.hex(), context.attempt.forest.tools_recorded
+        tools, digest = context.request.tools, place.request.tools.hex()
+        recorded = context.attempt.forest.tools_recorded
         if tools and digest not in recorded:
             recorded.add(digest)
             address = context.attempt.address
@@ -339,7 +340,7 @@ class CallHandler:
         place = attempt.forest.find_turn(model, messages, request.tools, as_written=True)
         if earlier := _earlier(context):
             call_ids = [one.live.call.call_id for one in earlier]
-            chat_answers = [relayed_calls.told_again(one.live.call, one.said) for one in earlier]
+            chat_answers = [relayed_calls.repeated_answer(one.live.call, one.said) for one in earlier]
         else:
             first = attempt.take_numbers(request.n)
             self._count_fork(place)
@@ -686,7 +687,7 @@ def _find(context: CallContext, renderer: Renderer, kwargs: dict[str, Any]) -> t
     """What renders a request, with these kwargs of its own, and the request's place."""
     attempt, request, model = context.attempt, context.request, context.model
     if request.prompt is None:
-        return renderer, attempt.forest.find_place(model, request.asked, request.tools, renderer, kwargs)
+        return renderer, attempt.forest.find_place(model, request.prompt_messages, request.tools, renderer, kwargs)
     place = attempt.forest.find_raw_prompt(model, request.prompt, RawPromptReader(renderer))
     if renderer.vision is not None and renderer.vision.token_id in place.added_ids:
         raise GatewayError(
@@ -714,7 +715,7 @@ def _other_kwargs(request: Request, renderer: Renderer) -> tuple[dict[str, Any],
 def _is_known(request: Request, renderer: Renderer) -> bool:
     """Whether what renders a request's prompt is made already."""
     other, _ = _other_kwargs(request, renderer)
-    return not other or renderer.knows(other)
+    return not other or renderer.is_made(other)
 
 
 def _check_ways(request: Request, attempt: LiveAttempt, renderer: Renderer) -> None:
@@ -741,7 +742,7 @@ def _renderer_for(request: Request, renderer: Renderer) -> tuple[Renderer, dict[
     if not other:
         return renderer, {}
     try:
-        return renderer.told(other), other
+        return renderer.with_kwargs(other), other
     except (ValueError, TypeError) as error:
         if other == {_THINKS: False}:  # which a format that never thinks cannot be told
             return renderer, {}

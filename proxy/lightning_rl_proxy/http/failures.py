@@ -14,9 +14,9 @@ class CallFailures:
         failures = self._failures.get(name)
         return next(reversed(failures.values())) if failures else None
 
-    def note(self, name: tuple[str, str], body_key: bytes, what: str) -> None:
+    def note(self, name: tuple[str, str], body_key: bytes, problem: str) -> None:
         """A call of the attempt failed; `body_key` stands for its request, b"" for calls that found no gateway."""
-        self._failures.setdefault(name, {})[body_key] = what
+        self._failures.setdefault(name, {})[body_key] = problem
         if len(self._failures) > _REMEMBERED:
             del self._failures[next(iter(self._failures))]
 

@@ -43,16 +43,16 @@ class Tokenizing:
         self.renderer = renderer
         self._longest_context = longest_context
         self._threads = ThreadPoolExecutor(threads or os.cpu_count(), thread_name_prefix="tokenizing")
-        self._known: OrderedDict[bytes, None] = OrderedDict()  # the digests of what was tokenised
+        self._digests: OrderedDict[bytes, None] = OrderedDict()  # the digests of what was tokenised
 
     def is_long(self, request: Request, body: DecodedBody) -> bool:
         """Whether so much of a request is new that it is to be tokenised in a thread."""
         if body.read:
             return _new_text(request) > _LONG
-        if len(body.body) <= _LONG or not self._known or request.prompt is not None:
+        if len(body.body) <= _LONG or not self._digests or request.prompt is not None:
             return len(body.body) > _LONG
         parts = list(_parts(request))
-        long = sum(size for digest, size in parts if digest not in self._known) > _LONG
+        long = sum(size for digest, size in parts if digest not in self._digests) > _LONG
         if not long:  # what is new of it is tokenised now
             self._keep(parts)
         return long
@@ -64,10 +64,10 @@ class Tokenizing:
 
     def _keep(self, parts: Iterable[tuple[bytes, int]]) -> None:
         for digest, _ in parts:
-            self._known[digest] = None
-            self._known.move_to_end(digest)
-        while len(self._known) > _KNOWN:
-            self._known.popitem(last=False)
+            self._digests[digest] = None
+            self._digests.move_to_end(digest)
+        while len(self._digests) > _KNOWN:
+            self._digests.popitem(last=False)
 
     async def of_body(self, work: Callable[[], T], size: int) -> T:
         """What `work` gives, which tokenises the prompt of a body of `size` bytes: a long one in a thread."""

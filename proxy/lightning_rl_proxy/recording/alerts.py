@@ -14,16 +14,16 @@ class Alert:
 
     def __init__(self, about: str) -> None:
         self._about = about
-        self._told = False
+        self._is_logged = False
 
-    def begin(self, what: str) -> None:
-        """It is so now; `what` says what happens meanwhile and what to do."""
-        if not self._told:
-            self._told = True
-            ALARMS.error("trouble with %s: %s", self._about, what)
+    def begin(self, problem: str) -> None:
+        """It is so now; `problem` says what happens meanwhile and what to do."""
+        if not self._is_logged:
+            self._is_logged = True
+            ALARMS.error("trouble with %s: %s", self._about, problem)
 
     def end(self) -> None:
         """It is so no longer."""
-        if self._told:
-            self._told = False
+        if self._is_logged:
+            self._is_logged = False
             ALARMS.warning("trouble with %s is over", self._about)

@@ -53,8 +53,8 @@ def _thinks_the_same(parsed: ParsedAnswer, answer: dict[str, Any]) -> bool:
     """Whether an answer that holds its reasoning in its text, between the format's marks, means the parsed one."""
     opening, closing = "<think>", "</think>"
     thought, mark, text = _text(answer.get("content")).removeprefix(opening).partition(closing)
-    said = (parsed.reasoning or "").strip(), _text(parsed.content)
-    return bool(mark) and parsed.reasoning is not None and said == (thought.strip(), text.strip())
+    meaning = (parsed.reasoning or "").strip(), _text(parsed.content)
+    return bool(mark) and parsed.reasoning is not None and meaning == (thought.strip(), text.strip())
 
 
 def _text(content: Any) -> str:

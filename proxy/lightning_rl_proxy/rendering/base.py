@@ -110,11 +110,11 @@ class Renderer(Protocol):
     tokenizer: "FastTokenizer"
     chat_template_kwargs: Mapping[str, Any]  # every prompt is rendered with these, as far as they are known
 
-    def told(self, kwargs: Mapping[str, Any]) -> "Renderer":
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> "Renderer":
         """The same format, told these beside its own `chat_template_kwargs`. Raises ValueError where it cannot."""
         ...
 
-    def knows(self, kwargs: Mapping[str, Any]) -> bool:
+    def is_made(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether it was told these before, so that telling it again takes no time."""
         ...
 
@@ -190,11 +190,11 @@ class Variants:
         self._made: dict[str, Renderer] = {}
         self._lock = Lock()  # not held while one is made, which takes long
 
-    def knows(self, kwargs: Mapping[str, Any]) -> bool:
+    def is_made(self, kwargs: Mapping[str, Any]) -> bool:
         """Whether the format that is told these is made."""
         return written(kwargs) in self._made
 
-    def told(self, kwargs: Mapping[str, Any]) -> "Renderer":
+    def with_kwargs(self, kwargs: Mapping[str, Any]) -> "Renderer":
         """The format told these, for any thread. Raises ValueError for what it cannot be told."""
         key = written(kwargs)
         variant = self._made.get(key) or self._make(kwargs)
@@ -217,14 +217,14 @@ def tokens_of(marks: Sequence[str], tokenizer: FastTokenizer) -> dict[int, str]:
     return {token: mark for token, mark in ids if token is not None}
 
 
-def check_kwargs(kwargs: Mapping[str, Any], known: Collection[str], what: str) -> None:
-    """Raises ValueError naming a kwarg that is not `known` to `what`, and those that are."""
+def check_kwargs(kwargs: Mapping[str, Any], valid_names: Collection[str], reader: str) -> None:
+    """Raises ValueError naming a kwarg that is not one of `valid_names`, which `reader` takes."""
     for name in kwargs:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in valid_names:
+            near = difflib.get_close_matches(name, valid_names, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            takes = ", ".join(sorted(known)) or "none"
-            raise ValueError(f"chat_template_kwargs has {name!r}, and {what} takes {takes}{hint}")
+            takes = ", ".join(sorted(valid_names)) or "none"
+            raise ValueError(f"chat_template_kwargs has {name!r}, and {reader} takes {takes}{hint}")
 
 
 def tool_call_id(call_id: str, index: int) -> str:

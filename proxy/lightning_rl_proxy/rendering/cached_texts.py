@@ -50,7 +50,7 @@ class CachedTexts:
 
     def __init__(self, tokenizer: Tokenizer, long_texts: LongTexts, size: int = _BYTES) -> None:
         self._tokenizer, self._long_texts, self._most = tokenizer, long_texts, size
-        self._known: OrderedDict[str, _KnownText] = OrderedDict()
+        self._ids_of_texts: OrderedDict[str, _KnownText] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
         self._special = {token.content: number for number, token in tokenizer.get_added_tokens_decoder().items()}
@@ -81,9 +81,9 @@ class CachedTexts:
 
     def _ids(self, text: str) -> "array[int]":
         with self._lock:
-            entry = self._known.get(text)
+            entry = self._ids_of_texts.get(text)
             if entry is not None:
-                self._known.move_to_end(text)
+                self._ids_of_texts.move_to_end(text)
         if entry is not None:
             self._long_texts.count(len(entry.ids))
             return entry.ids
@@ -101,7 +101,7 @@ class CachedTexts:
         if encode is None:
             return
         with self._lock:
-            entries = [(text, entry.ids.tolist()) for text, entry in self._known.items() if text.isascii()]
+            entries = [(text, entry.ids.tolist()) for text, entry in self._ids_of_texts.items() if text.isascii()]
         if wrong := [text for text, ids in entries if encode(text) != ids]:
             _log.error(
                 "tiktoken gives %d of %d texts other ids than tokenizers, and is not used", len(wrong), len(entries)
@@ -115,12 +115,12 @@ class CachedTexts:
         if entry.size > _LARGEST:
             return
         with self._lock:
-            if text in self._known:
+            if text in self._ids_of_texts:
                 return
-            self._known[text] = entry
+            self._ids_of_texts[text] = entry
             self._size += entry.size
             while self._size > self._most:
-                self._size -= self._known.popitem(last=False)[1].size
+                self._size -= self._ids_of_texts.popitem(last=False)[1].size
 
 
 def _cuts_first(tokenizer: Tokenizer) -> bool:

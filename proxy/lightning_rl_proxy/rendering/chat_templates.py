@@ -175,7 +175,7 @@ class TemplateRenderer:
         again = partial(TemplateRenderer, folder, tokenizer, texts, model=model, history=history, vision=vision)
         own = self.chat_template_kwargs
         variants = Variants(lambda kwargs: again(chat_template_kwargs={**own, **kwargs}))
-        self.told, self.knows = variants.told, variants.knows
+        self.with_kwargs, self.is_made = variants.with_kwargs, variants.is_made
         self._model = model
         self._tools_looked_at = False
         rendered = RenderedPrompts(self._rendered, tokenizer.long_texts).ids
@@ -218,7 +218,7 @@ class TemplateRenderer:
         if not self.append_only[thinking] and self._holds_reasoning(prompt_ids + response_ids):
             return None
         added = self._addition(messages, tools)
-        return None if added is None else self._unsaid(response_ids, self.encode_behind(added))
+        return None if added is None else self._behind_answer(response_ids, self.encode_behind(added))
 
     def parse(
         self,
@@ -296,7 +296,7 @@ class TemplateRenderer:
     def _closer_is_special(self) -> bool:
         return not self.tokenizer.special_ids.isdisjoint(self._closer_ids)
 
-    def _unsaid(self, response_ids: list[int], ids: list[int]) -> list[int]:
+    def _behind_answer(self, response_ids: list[int], ids: list[int]) -> list[int]:
         """`ids` without what the answer already has of the closer."""
         closer = ids[: len(self._closer_ids)]
         if response_ids and response_ids[-1] in self.stop_token_ids:
@@ -559,25 +559,29 @@ def _worst(outcomes: Sequence[Outcome]) -> Outcome:
     return min(outcomes, key=order.index)
 
 
-def _said(role: str, content: str, **more: Any) -> Message:
+def _message(role: str, content: str, **more: Any) -> Message:
     return {"role": role, "content": content, **more}
 
 
 def _probes() -> dict[str, list[_Probe]]:
     """Conversations by the situation that they are in; what is asked, answered and called differs between them."""
-    ask, ask_more = _said("user", "How many are there?"), _said("user", " And of the other kind? ")
-    tell, tell_more = _said("assistant", "There are 12."), _said("assistant", "None.")
+    ask, ask_more = _message("user", "How many are there?"), _message("user", " And of the other kind? ")
+    tell, tell_more = _message("assistant", "There are 12."), _message("assistant", "None.")
     think = "<think>\nFirst I count them.\n</think>\n\n"
     tools = [_tool("look_up", "Looks a thing up."), _tool("count", "Counts things: <all> & 'sundry'.")]
     # Not the first of the tools: the placeholder names that one, and what is added must not hang on it.
     calls = [tool_call(f"call0000{i}", "count", {"what": animal}) for i, animal in enumerate(("cats", "dogs"))]
-    call, two_calls = _said("assistant", "", tool_calls=calls[:1]), _said("assistant", "", tool_calls=calls)
-    results = [_said("tool", text, tool_call_id=c["id"], name="count") for text, c in zip("34", calls, strict=True)]
-    result, more_call, more_result = results[:1], _said("assistant", "", tool_calls=calls[1:]), results[1:]
-    thinking = _said("assistant", think + "There are 12.")
-    thinking_call = _said("assistant", think, tool_calls=calls[:1])
-    foreign = [_said("user", "Wie viele Bäume? 木が何本?"), _said("assistant", "Zwölf 🌲."), _said("user", "Größe → ?")]
-    system = _said("system", "Be brief.")
+    call, two_calls = _message("assistant", "", tool_calls=calls[:1]), _message("assistant", "", tool_calls=calls)
+    results = [_message("tool", text, tool_call_id=c["id"], name="count") for text, c in zip("34", calls, strict=True)]
+    result, more_call, more_result = results[:1], _message("assistant", "", tool_calls=calls[1:]), results[1:]
+    thinking = _message("assistant", think + "There are 12.")
+    thinking_call = _message("assistant", think, tool_calls=calls[:1])
+    foreign = [
+        _message("user", "Wie viele Bäume? 木が何本?"),
+        _message("assistant", "Zwölf 🌲."),
+        _message("user", "Größe → ?"),
+    ]
+    system = _message("system", "Be brief.")
     return {
         "user": [_Probe([ask], tell, [ask_more]), _Probe([ask, tell, ask_more], tell_more, [ask])],
         "system": [_Probe([system, ask], tell, [ask_more]), _Probe([system, ask, tell, ask], tell_more, [ask])],
@@ -591,7 +595,7 @@ def _probes() -> dict[str, list[_Probe]]:
         "parallel_tools": [_Probe([ask], two_calls, results, tools)],
         "thinking": [_Probe([ask], thinking, [ask_more]), _Probe([ask, tell, ask], thinking, [ask_more])],
         "thinking_tool": [_Probe([ask], thinking_call, result, tools)],
-        "empty": [_Probe([ask], _said("assistant", ""), [ask_more])],
+        "empty": [_Probe([ask], _message("assistant", ""), [ask_more])],
         "unicode": [_Probe(foreign[:1], foreign[1], foreign[2:])],
     }
 
@@ -602,9 +606,9 @@ def _image_probes() -> dict[str, list[_Probe]]:
     ask: Message = {"role": "user", "content": [image, {"type": "text", "text": "What is this?"}]}
     more: Message = {"role": "user", "content": [{"type": "text", "text": "And this, "}, image, image]}
     tools = [_tool("look", "Looks at a thing.")]
-    call = _said("assistant", "", tool_calls=[tool_call("call00000", "look", {"what": "cats"})])
+    call = _message("assistant", "", tool_calls=[tool_call("call00000", "look", {"what": "cats"})])
     result: Message = {"role": "tool", "tool_call_id": "call00000", "content": [image]}
-    tell = _said("assistant", "A cat.")
+    tell = _message("assistant", "A cat.")
     return {
         "image": [_Probe([ask], tell, [more]), _Probe([_QUESTION], tell, [more])],
         "tool_image": [_Probe([ask], call, [result], tools), _Probe([_QUESTION], call, [result], tools)],

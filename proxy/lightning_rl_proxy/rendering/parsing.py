@@ -103,9 +103,9 @@ class AnswerParser:
         self._called: int | None = None  # the number of kept tokens to the end of the one call that is wanted
         self._followed = 0  # of the kept tokens; the rest may be the beginning of a stop string
         self._logprobs: list[float] | None = []
-        self._given = 0  # of the kept tokens, in deltas
-        self._told: dict[Channel, str] = {"content": "", "reasoning": ""}
-        self._calls_told = 0
+        self._streamed_tokens = 0  # of the kept tokens, in deltas
+        self._streamed: dict[Channel, str] = {"content": "", "reasoning": ""}
+        self._calls_streamed = 0
         self._closed = 0  # how often a mark has closed a call
         self._match: _Match | None = None
         tokenizer, markup = reader.tokenizer, reader.markup
@@ -270,19 +270,19 @@ class AnswerParser:
     def _tell(self, channel: Channel, text: str) -> list[Delta]:
         if not text:
             return []
-        self._told[channel] += text
+        self._streamed[channel] += text
         return [Delta(kind=channel, text=text, tokens=self._take_tokens())]
 
     def _tell_calls(self, calls: list[dict[str, Any]]) -> list[Delta]:
-        new = range(self._calls_told, len(calls))
-        self._calls_told = len(calls)
+        new = range(self._calls_streamed, len(calls))
+        self._calls_streamed = len(calls)
         return [Delta(kind="tool_call", tool_call=calls[i], tool_index=i, tokens=self._take_tokens()) for i in new]
 
     def _take_tokens(self) -> list[SampledToken] | None:
         """Those since the last time."""
         if not self._wants_tokens:
             return None
-        first, self._given = self._given, self._followed
+        first, self._streamed_tokens = self._streamed_tokens, self._followed
         decode, logprobs = self._reader.tokenizer.decode, self._logprobs
         return [
             SampledToken(self._kept[at], decode([self._kept[at]]), None if logprobs is None else logprobs[at])
@@ -290,7 +290,7 @@ class AnswerParser:
         ]
 
     def _rest(self, channel: Channel, text: str) -> str:
-        prefix = self._told[channel]
+        prefix = self._streamed[channel]
         if not text.startswith(prefix):
             _log.error(
                 "the %s of call %s was streamed otherwise than it is recorded: its renderer's markup is wrong; "

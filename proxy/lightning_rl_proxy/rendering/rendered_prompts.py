@@ -32,7 +32,7 @@ class RenderedPrompts:
 
     def __init__(self, render: Render, long_texts: LongTexts, size: int = _BYTES) -> None:
         self._render, self._long_texts, self._most = render, long_texts, size
-        self._known: OrderedDict[bytes, list[int]] = OrderedDict()
+        self._ids_of_parts: OrderedDict[bytes, list[int]] = OrderedDict()
         self._rendering: dict[bytes, Future[list[int] | None]] = {}  # None: it could not be rendered
         self._size = 0
         self._lock = threading.Lock()
@@ -44,10 +44,10 @@ class RenderedPrompts:
         except (TypeError, ValueError):  # no JSON: rendering says what is wrong with it
             return self._render(messages, tools)
         with self._lock:
-            shared_ids = self._known.get(key)
+            shared_ids = self._ids_of_parts.get(key)
             by_another = None if shared_ids is not None else self._rendering.get(key)
             if shared_ids is not None:
-                self._known.move_to_end(key)
+                self._ids_of_parts.move_to_end(key)
             elif by_another is None:
                 rendering = self._rendering[key] = Future[list[int] | None]()
         if by_another is not None:
@@ -81,12 +81,12 @@ class RenderedPrompts:
 
     def _keep(self, key: bytes, ids: list[int]) -> None:
         with self._lock:
-            if key in self._known:
+            if key in self._ids_of_parts:
                 return
-            self._known[key] = ids
+            self._ids_of_parts[key] = ids
             self._size += _size(key, ids)
             while self._size > self._most:
-                self._size -= _size(*self._known.popitem(last=False))
+                self._size -= _size(*self._ids_of_parts.popitem(last=False))
 
 
 def _size(key: bytes, ids: list[int]) -> int:

@@ -44,15 +44,15 @@ class LibraryRenderer:
         self.markup = _library_markup(renderer.config.name, tokenizer, self.stop_token_ids)
         self._forcing: Forcing | None = None
         self._lead: str | None = None
-        variants = Variants(self._told)
-        self.told, self.knows = variants.told, variants.knows
+        variants = Variants(self._with_kwargs)
+        self.with_kwargs, self.is_made = variants.with_kwargs, variants.is_made
         self._prompts = RenderedPrompts(partial(self._render, generation=True), tokenizer.long_texts)
         self._opens_reasoning = lru_cache(_CACHED_TEXTS)(self._opens)
         # Of a format all of whose marks are tokens of their own; an answer that holds none of them is its text.
         marks = () if self.markup is None or self.markup.bare_calls else self.markup.marks()
         self._marks = marks if self.markup is not None and len(self.markup.tokens) == len(marks) else ()
 
-    def _told(self, kwargs: Mapping[str, Any]) -> "LibraryRenderer":
+    def _with_kwargs(self, kwargs: Mapping[str, Any]) -> "LibraryRenderer":
         config = self._renderer.config
         check_kwargs(kwargs, config.template_field_names(), f"renderer {config.name!r}")
         variant_config = type(config).model_validate(config.model_dump() | dict(kwargs))
@@ -119,7 +119,7 @@ class LibraryRenderer:
         try:
             content, reasoning, tool_calls = self._parsed(call_id, prompt_ids, response_ids, tools)
         except (ValueError, RecursionError):  # JSON that is nested too deep for Python, or a number of too many digits
-            content, reasoning, tool_calls = self.tokenizer.decode(self._said(response_ids)).strip(), None, []
+            content, reasoning, tool_calls = self.tokenizer.decode(self._without_end(response_ids)).strip(), None, []
         return ParsedAnswer(
             content=content,
             reasoning=reasoning,
@@ -146,7 +146,7 @@ class LibraryRenderer:
         # Without marks, what is called says whether an answer is a call.
         bare = self.markup is not None and self.markup.bare_calls
         names = {tool["function"]["name"] for tool in tools or ()} if bare else None
-        ids = self._said(response_ids)
+        ids = self._without_end(response_ids)
         calls: list[dict[str, Any]] = []
         for call in parsed.tool_calls:
             well_formed = isinstance(call.name, str) and isinstance(call.arguments, dict | str)
@@ -160,7 +160,7 @@ class LibraryRenderer:
 
     def _uncalled(self, prompt_ids: list[int], response_ids: list[int]) -> tuple[str | None, str] | None:
         """Reasoning and content of an answer that can call nothing, but holds the markup of a call; None for others."""
-        ids = self._said(response_ids)
+        ids = self._without_end(response_ids)
         if self.markup is None:
             return self._uncalled_of_library(prompt_ids, ids)
         text = self.tokenizer.decode(ids)
@@ -172,7 +172,7 @@ class LibraryRenderer:
         reasoning, _, content = text.partition(closes)
         return reasoning.strip().removeprefix(opens).strip() or None, content.strip()
 
-    def _said(self, response_ids: list[int]) -> list[int]:
+    def _without_end(self, response_ids: list[int]) -> list[int]:
         """The answer without its end."""
         ends = (at for at, token in enumerate(response_ids) if token in self.stop_token_ids)
         return response_ids[: next(ends, len(response_ids))]

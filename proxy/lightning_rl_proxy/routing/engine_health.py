@@ -30,7 +30,7 @@ class EngineHealth:
         self._pools = pools
         self._checked = checked
         self._checks: dict[EngineReplica, asyncio.Task[str | None]] = {}
-        self._asked: dict[EngineReplica, asyncio.Task[None]] = {}
+        self._probes: dict[EngineReplica, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Check the engines until cancelled: often those that are or may be away, now and then the others.
@@ -49,7 +49,7 @@ class EngineHealth:
 
     def close(self) -> None:
         """End the checks."""
-        for task in [*self._checks.values(), *self._asked.values()]:
+        for task in [*self._checks.values(), *self._probes.values()]:
             task.cancel()
 
     async def check(self, pool: Engines, replica: EngineReplica) -> str | None:
@@ -148,9 +148,9 @@ class EngineHealth:
 
     def _ask_load(self, replica: EngineReplica) -> None:
         """Ask how busy it is, unless it has not answered yet."""
-        if replica not in self._asked:
-            self._asked[replica] = task = asyncio.create_task(self._load(replica))
-            task.add_done_callback(lambda _: self._asked.pop(replica))
+        if replica not in self._probes:
+            self._probes[replica] = task = asyncio.create_task(self._load(replica))
+            task.add_done_callback(lambda _: self._probes.pop(replica))
 
     async def _load(self, replica: EngineReplica) -> None:
         with contextlib.suppress(EngineUnavailable):  # the checks find out, and what it said last is as good as any

@@ -94,7 +94,7 @@ class Router:
         self._paused: dict[str, asyncio.Event] = {}
         self._paused_at: dict[str, float] = {}  # by the monotonic clock
         self._parked: Counter[str] = Counter()  # calls that wait for the end of a pause
-        self._asked: Counter[str] = Counter()  # calls of token engines, also those that wait here
+        self._calls: Counter[str] = Counter()  # calls of token engines, also those that wait here
         self.capacity_freed: Callable[[], None] = lambda: None  # called where the engines may bear more than before
         self._watch = EngineHealth(self._engines.values(), lambda: self.capacity_freed())
         self._leaving: set[asyncio.Task[None]] = set()
@@ -194,7 +194,7 @@ class Router:
         once. Raises EngineUnavailable, EngineRefused or PromptTooLong.
         """
         tried: list[Replica[Engine]] = []
-        self._asked[model] += 1
+        self._calls[model] += 1
         try:
             while True:
                 pool, replica = await self._take(model, home, tried)
@@ -230,7 +230,7 @@ class Router:
                     "request %s goes on to another engine than %s: %s", request.request_id, replica.name, failure
                 )
         finally:
-            self._asked[model] -= 1
+            self._calls[model] -= 1
             self.capacity_freed()
 
     async def complete(self, model: str, body: dict[str, Any]) -> BackendAnswer:
@@ -312,15 +312,15 @@ class Router:
     def engines(self) -> dict[str, dict[str, Any]]:
         """Per engine or chat backend: why it is away (None: it is well), its calls in flight, its policy version."""
         engines = {
-            each.name: _told(each, pool.away(each), each.engine.policy_version)
+            each.name: _state_of(each, pool.away(each), each.engine.policy_version)
             for pool in self._engines.values()
             for each in pool.replicas
         }
-        return engines | {each.name: _told(each) for pool in self._backends.values() for each in pool.replicas}
+        return engines | {each.name: _state_of(each) for pool in self._backends.values() for each in pool.replicas}
 
     def loads(self) -> dict[str, ModelLoad]:
         """How busy each model is that has token engines."""
-        return {model: pool.busy(self._asked[model]) for model, pool in self._engines.items()}
+        return {model: pool.busy(self._calls[model]) for model, pool in self._engines.items()}
 
     async def check(self) -> dict[str, str | None]:
         """Per engine, or model of chat backends, what is wrong with it; None for what is well or cannot be asked."""
@@ -417,7 +417,7 @@ def _check_free(model: str, other: Pool[Any] | None, problem: str) -> None:
         raise ValueError(f"model {model!r} {problem}")
 
 
-def _told(replica: Replica[Any], away: str | None = None, policy_version: int = 0) -> dict[str, Any]:
+def _state_of(replica: Replica[Any], away: str | None = None, policy_version: int = 0) -> dict[str, Any]:
     return {"away": away, "in_flight": replica.in_flight, "policy_version": policy_version}
 
 
