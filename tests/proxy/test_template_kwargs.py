@@ -186,7 +186,7 @@ def told(served: Served, kwargs: Mapping[str, Any], attempt_id: str = "a1") -> h
 
 
 def test_nobody_waits_while_a_format_is_told_something_new(serve: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    variants = serve.gateway._renderer.told.__self__  # type: ignore[union-attr]
+    variants = serve.gateway._renderer.with_kwargs.__self__  # type: ignore[union-attr]
     begun, go_on, make = threading.Event(), threading.Event(), variants._make
 
     def slowly(kwargs: Mapping[str, Any]) -> Any:
@@ -281,9 +281,9 @@ def test_of_the_ways_a_format_is_told_those_asked_for_last_are_kept() -> None:
         return object()
 
     variants = Variants(make)
-    first, *_ = [variants.told({"style": str(number)}) for number in range(16)]
-    assert variants.told({"style": "0"}) is first
-    variants.told({"style": "another"})  # the oldest goes: that is not the first, which was asked for since
-    assert (variants.told({"style": "0"}), len(made)) == (first, 17)
-    variants.told({"style": "1"})
+    first, *_ = [variants.with_kwargs({"style": str(number)}) for number in range(16)]
+    assert variants.with_kwargs({"style": "0"}) is first
+    variants.with_kwargs({"style": "another"})  # the oldest goes: that is not the first, which was asked for since
+    assert (variants.with_kwargs({"style": "0"}), len(made)) == (first, 17)
+    variants.with_kwargs({"style": "1"})
     assert len(made) == 18

@@ -31,7 +31,8 @@ class Fork(msgspec.Struct, frozen=True):
 def find(
     request: ConversationFingerprint, earlier: ConversationFingerprint, shared: int, *, holds_answer: bool
 ) -> Fork | None:
-    """The fork of `request` from `earlier`, whose first `shared` messages are equal; None for another sample of a prompt.
+    """The fork of `request` from `earlier`, whose first `shared` messages are equal; None for another sample of a
+    prompt.
 
     `holds_answer`: whether a message of `request` is an answer of the attempt.
     """

@@ -73,7 +73,7 @@ class LiveForest:
         renderer: Renderer,
         kwargs: Mapping[str, Any] | None = None,
     ) -> Place:
-        """The place of a request that has just arrived; `kwargs` are what its renderer was told besides, for it alone."""
+        """The place of a request that has just arrived; `kwargs` are what its renderer was told for it alone."""
         if renderer.vision is not None:
             messages = self.images.named(messages)
         turn = self.find_turn(model, messages, tools, kwargs)

@@ -92,7 +92,7 @@ def test_the_ids_are_those_of_the_whole_text(kind: str, texts: list[str]) -> Non
     known = cached(tokenizer, size=1_500)  # so that some are forgotten
     for text in [*texts, *texts]:
         assert known.encode(text) == ids_of(tokenizer, text)
-    assert known._size == sum(entry.size for entry in known._known.values()) <= 1_500
+    assert known._size == sum(entry.size for entry in known._ids_of_texts.values()) <= 1_500
 
 
 class Counted(LongTexts):
@@ -159,4 +159,4 @@ def test_threads_share_it() -> None:
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(some, range(4)))
-    assert known._size == sum(entry.size for entry in known._known.values()) <= 50_000
+    assert known._size == sum(entry.size for entry in known._ids_of_texts.values()) <= 50_000

@@ -136,7 +136,7 @@ def test_what_an_attempt_keeps_has_each_images_bytes_once(seen: Served, door: st
             said = ask(seen, messages)["choices"][0]["message"]["content"]
             messages += [{"role": "assistant", "content": said}, seeing.asked("and?", large)]
     [attempt] = seen.gateway.attempts._attempts.values()
-    kept = [one for known in attempt.history._known for one in known.messages]
+    kept = [one for known in attempt.history._beginnings for one in known.messages]
     kept += [one for conversation in attempt.responses.values() for one in conversation]
     urls = [url for _, url in images.urls(kept)]
     assert len(urls) > 3
