@@ -22,6 +22,7 @@ _TOO_LONG = (
     re.compile(r"Input length \((?P<prompt>\d+) tokens\) exceeds the maximum allowed length \((?P<limit>\d+) tokens"),
 )
 _AGENTS_FAULT = (400, 413, 422)
+_NOT_NOW = (408, 425, 429)  # of a proxy that stands before an engine: the same request may be answered soon
 _CHECK_SECONDS = 2.0
 _ORDERS = 16  # connections for orders and checks
 # Less than servers wait (vLLM's and other uvicorns 5 s): what is sent as they hang up is lost.
@@ -29,10 +30,15 @@ _IDLE_SECONDS = 2.0
 
 
 class Problem(msgspec.Struct):
-    """What an event says instead of tokens; `code` is as of HTTP."""
+    """What an event says instead of tokens; `code` is as of HTTP, if it is a number."""
 
     message: str
-    code: int = 500
+    code: int | str | None = None
+
+    @property
+    def status(self) -> int:
+        """As of HTTP."""
+        return self.code if isinstance(self.code, int) else 500
 
 
 class _Refused(msgspec.Struct):
@@ -118,7 +124,7 @@ async def events(response: HttpResponse) -> AsyncIterator[bytes]:
 
 def refusal(url: str, status: int, raw: bytes) -> Exception:
     """The error that an answer with `status` is; `raw` is its body."""
-    if status >= 500:
+    if status >= 500 or status in _NOT_NOW:
         return EngineUnavailable(f"engine {url} answered {status}: {raw[:500]!r}")
     message = _message(raw)
     for pattern in _TOO_LONG:

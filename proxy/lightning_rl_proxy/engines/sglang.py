@@ -253,7 +253,7 @@ class SGLangEngine:
         async for data in events(response) if stream else _whole(response):
             answer = _decoded(response.url, data, _generated)
             if answer.error is not None:
-                raise refusal(response.url, answer.error.code, data)
+                raise refusal(response.url, answer.error.status, data)
             if answer.meta_info is None:
                 raise EngineUnavailable(f"{response.url} answered without meta_info: {data[:200]!r}")
             self._check(answer.meta_info.finish_reason)

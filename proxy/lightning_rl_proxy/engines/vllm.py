@@ -168,10 +168,12 @@ class TokenEngine:
             await self._tell_version()
         async with self._server.post(GENERATE, body) as response:
             if not request.stream:
-                generated = _decoder.decode(await response.read())
+                generated = _generated(self.url, await response.read())
+                if len(generated.choices) != 1:
+                    raise EngineUnavailable(f"engine {self.url} gave {len(generated.choices)} answers to one request")
                 [choice] = generated.choices
                 self._check_prompt(request, generated.prompt_token_ids)
-                yield _tokens(choice, version)
+                yield self._tokens(choice, version)
                 yield self._finish(choice, len(choice.token_ids), version)
                 return
             sampled, token_version = 0, version
@@ -184,7 +186,7 @@ class TokenEngine:
                     sampled += len(choice.token_ids)
                     if version is None and choice.weight_versions:  # as they change, of the embedded engine; at the end
                         token_version = self._labels.number(choice.weight_versions[-1].version)
-                    yield _tokens(choice, token_version)
+                    yield self._tokens(choice, token_version)
                 if choice.finish_reason is not None:
                     yield self._finish(choice, sampled, version)
                     return
@@ -307,6 +309,17 @@ class TokenEngine:
                 status=502,
             )
 
+    def _tokens(self, choice: _VllmChoice, version: int | None) -> EngineTokens:
+        """Raises EngineUnavailable where there is not one logprob for each token."""
+        if choice.logprobs is None:
+            return EngineTokens(choice.token_ids, None, version)
+        logprobs = known([entry.logprob for entry in choice.logprobs.content])
+        if logprobs is not None and len(logprobs) != len(choice.token_ids):
+            raise EngineUnavailable(
+                f"engine {self.url} gave {len(logprobs)} log probabilities for {len(choice.token_ids)} tokens"
+            )
+        return EngineTokens(choice.token_ids, logprobs, version)
+
     def _finish(self, choice: _VllmChoice, sampled: int, version: int | None) -> EngineFinish:
         stop = choice.stop_reason
         if stop is None and choice.finish_reason == "stop" and choice.token_ids:
@@ -317,12 +330,20 @@ class TokenEngine:
         return EngineFinish(choice.finish_reason or "abort", stop, versions)
 
 
+def _generated(url: str, body: bytes) -> _VllmGenerated:
+    """Raises EngineUnavailable for what is no answer or event of vLLM's."""
+    try:
+        return _decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise EngineUnavailable(f"engine {url} does not answer as vLLM does ({error})") from error
+
+
 async def _choices(response: HttpResponse) -> AsyncIterator[tuple[_VllmGenerated, _VllmChoice]]:
     """The choices of a stream's events, each with its event."""
     async for data in events(response):
-        event = _decoder.decode(data)
+        event = _generated(response.url, data)
         if event.error is not None:  # a request that vLLM refuses has its 400 here, below a status of 200
-            raise refusal(response.url, event.error.code, data)
+            raise refusal(response.url, event.error.status, data)
         for choice in event.choices:
             yield event, choice
 
@@ -362,11 +383,6 @@ def _content_parts(prompt: list[int], media: Sequence[Shown]) -> dict[str, Any]:
         for one in media
     ]
     return {"token_ids": ids, "content_parts": parts, "return_token_ids": True}
-
-
-def _tokens(choice: _VllmChoice, version: int | None) -> EngineTokens:
-    logprobs = None if choice.logprobs is None else known([entry.logprob for entry in choice.logprobs.content])
-    return EngineTokens(choice.token_ids, logprobs, version)
 
 
 def _reshaped(sampling: Sampling) -> bool:

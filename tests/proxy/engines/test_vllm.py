@@ -148,14 +148,50 @@ def test_an_error_within_a_stream_is_what_its_code_says(wire: Wire) -> None:
     async def stream(engine: TokenEngine) -> list[EngineTokens | EngineFinish]:
         return [part async for part in engine.generate(TokenRequest([5], Sampling(), "r", stream=True))]
 
-    for code, expected in ((400, EngineRefused), (500, EngineUnavailable)):
-        wire.answer = b'data: {"error": {"message": "bad token", "code": %d}}\n\ndata: [DONE]\n\n' % code
+    for code, expected in ((400, EngineRefused), (500, EngineUnavailable), ("x", EngineUnavailable)):
+        error = {"error": {"message": "bad token", "code": code}}
+        wire.answer = b"data: %b\n\ndata: [DONE]\n\n" % json.dumps(error).encode()
         with pytest.raises(expected, match="bad token"):
             with_client(wire, stream)
     said = "The decoder prompt (length 600) is longer than the maximum model length of 512."
     wire.answer = b'data: {"error": {"message": "%s", "code": 400}}\n\n' % said.encode()
     with pytest.raises(PromptTooLong, match="600"):
         with_client(wire, stream)
+
+
+BROKEN: list[Any] = [
+    b"<html>",
+    b"",
+    b'{"choices": [{"token_',
+    {"choices": [{"token_ids": None, "finish_reason": "stop"}]},
+    {"choices": [{"token_ids": [1], "logprobs": {"content": [{"logprob": None}]}}]},
+    {"choices": [{"token_ids": [1, 2], "logprobs": {"content": [{"logprob": -1.0}]}}]},
+    {"choices": [{"token_ids": [1], "logprobs": {"content": [{"logprob": -1.0}] * 2}}]},
+]
+
+
+@pytest.mark.parametrize("answer", [*BROKEN, {"choices": []}])
+def test_what_is_no_answer_of_vllms_is_the_engines_failure(wire: Wire, answer: Any) -> None:
+    wire.answer = answer
+    with pytest.raises(EngineUnavailable, match=r"does not answer as vLLM does|answers to one|log probabilities for"):
+        sample(wire)
+
+
+@pytest.mark.parametrize("answer", [one for one in BROKEN if one != b""])
+def test_so_is_an_event_of_a_stream(wire: Wire, answer: Any) -> None:
+    async def stream(engine: TokenEngine) -> list[EngineTokens | EngineFinish]:
+        return [part async for part in engine.generate(TokenRequest([5], Sampling(), "r", stream=True))]
+
+    wire.answer = b"data: %b\n\n" % (answer if isinstance(answer, bytes) else json.dumps(answer).encode())
+    with pytest.raises(EngineUnavailable):
+        with_client(wire, stream)
+
+
+@pytest.mark.parametrize("status", [408, 429, 503])
+def test_a_server_that_cannot_now_may_later(wire: Wire, status: int) -> None:
+    wire.status, wire.answer = status, b"slow down"
+    with pytest.raises(EngineUnavailable, match=f"answered {status}"):
+        sample(wire)
 
 
 def test_a_piece_that_tells_its_version_tells_that_of_those_behind_it_too(wire: Wire) -> None:
