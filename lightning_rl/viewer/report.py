@@ -1,6 +1,5 @@
 """A run as one file: what was trained and how, its curves, its account, the most telling rollouts, how to repeat it.
 
-REPORT = "report.html"  # in the run's folder
 Made of the page's own views over the page's own answers. Invariant: the file is at most `LARGEST` bytes; what is left
 out for that is counted, never dropped in silence.
 """

@@ -46,7 +46,11 @@ class ConsoleTracker:
         reward, calls = metrics["critic/score/mean"], metrics["perf/calls_per_s"]
         failed = int(metrics.get("rollouts/agent_failed", 0))
         wrong = f"  {failed} failed" if failed else ""
-        self._step(step, f"reward {reward:.3f}{wrong}  {self._validation}  {calls:.0f} calls/s", metrics)
+        self._step(
+            step,
+            f"reward {reward:.3f}{wrong}  {self._validation}  {calls:.{0 if calls >= 9.5 else 1}f} calls/s",
+            metrics,
+        )
 
     def _step(self, step: int, note: str, metrics: Mapping[str, float]) -> None:
         """A step is done."""

@@ -49,9 +49,10 @@ def schema_of_text(
     return (None, [field]) if tools and choice != "none" else (schema, [])
 
 
-def strict_tools(tools: Sequence[dict[str, Any]] | None) -> list[str]:
-    """The places of tools whose calls are to be held to their schemas, which is not done."""
-    return [f"tools[{i}].strict" for i, tool in enumerate(tools or ()) if tool["function"].get("strict") is True]
+def strict_tools(tools: Sequence[Any] | None, field: str = "strict") -> list[str]:
+    """The places of tools, as they were sent, whose calls are to be held to their schemas, which is not done."""
+    holders = ((i, tool.get("function", tool)) for i, tool in enumerate(tools or ()) if isinstance(tool, dict))
+    return [f"tools[{i}].{field}" for i, holder in holders if isinstance(holder, dict) and holder.get("strict") is True]
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
@@ -196,7 +197,8 @@ def decode(body: bytes) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # ValidationError is one too
-        half = _HALF.search(body)  # of which msgspec says that the data end too early
+        may_be_half = "truncated" in str(error) or "surrogate" in str(error)  # what msgspec says of half a character
+        half = _HALF.search(body) if may_be_half else None
         why = f"{half[0].decode()} is half of a surrogate pair, and no character" if half else error
         raise no_request("", why) from error
 

@@ -98,7 +98,7 @@ def parse(fields: dict[str, Any], read: Sequence[dict[str, Any]] = ()) -> Reques
         stream=bool(wire.stream),
         logprobs=bool(wire.logprobs),
         token_ids=bool(wire.return_token_ids),
-        ignored_fields=TABLES.ignored(fields) + unheld + strict_tools(tools),
+        ignored_fields=TABLES.ignored(fields) + unheld + strict_tools(wire.tools, "function.strict"),
         fields=fields,
     )
 

@@ -88,7 +88,7 @@ def parse(fields: dict[str, Any], responses: Mapping[str, list[dict[str, Any]]] 
     tools, unseen = shown_tools(wire.tools or ())
     tools, choice = tool_choice(wire.tool_choice, tools)
     schema, unheld = schema_of_text("text.format", _json_schema(wire.text), choice, tools)
-    ignored = TABLES.ignored(fields) + unseen + unheld + strict_tools(tools)
+    ignored = TABLES.ignored(fields) + unseen + unheld + strict_tools(wire.tools)
     ignored += [f"text.{name}" for name, value in (wire.text or {}).items() if name != "format" and value is not None]
     return Request(
         model=wire.model,

@@ -56,7 +56,7 @@ def client(body: bytes, *, stream: bool = False, status: int = 200) -> openai.Op
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-            lambda r: r.ignored_fields == ["tools[0].strict"],
+            lambda r: r.ignored_fields == ["tools[0].function.strict"],
         ),
         (  # a call has no text
             {"response_format": {"type": "json_object"}, "tools": [LOOK_UP], "tool_choice": "required"},
@@ -253,6 +253,8 @@ def test_half_a_character_is_named(half: str) -> None:
     with pytest.raises(GatewayError, match="is half of a surrogate pair"):
         decode(b'{"a": "%s"}' % half.encode())
     assert decode(b'{"a": "\\ud83c\\udf32"}') == {"a": "🌲"}
+    with pytest.raises(GatewayError, match="malformed"):  # of another cause
+        decode(b'{"a": "\\\\ud83d", "b": }')
 
 
 @pytest.mark.parametrize("fields", [{"tools": [LOOK_UP]}, {"functions": [{"name": "f"}]}])

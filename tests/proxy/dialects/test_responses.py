@@ -197,10 +197,13 @@ def accumulated(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             lambda r: r.sampling.json_schema is None,
         ),
         (
-            {"text": {"format": SCHEMA, "verbosity": "low"}, "tools": [LOOK_UP, LOOK_UP | {"strict": True}]},
+            {
+                "text": {"format": SCHEMA, "verbosity": "low"},
+                "tools": [{"type": "web_search"}, LOOK_UP | {"strict": True}],
+            },
             lambda r: (
                 (r.sampling.json_schema, r.ignored_fields)
-                == (None, ["text.format", "tools[1].strict", "text.verbosity"])
+                == (None, ["tools[0]", "text.format", "tools[1].strict", "text.verbosity"])
             ),
         ),
         ({"tools": [LOOK_UP]}, lambda r: r.tools == [NESTED] and r.tool_choice == "auto" and r.parallel_tool_calls),
