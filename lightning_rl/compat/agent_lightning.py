@@ -8,6 +8,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -348,13 +349,21 @@ def setup_logging(
     if not isinstance(files, str | Path | None):
         raise TypeError(f"setup_logging takes one file for all that is logged, not files={files!r:.80}")
     logging.basicConfig(format=_LOG_FORMAT)
-    written = None if files is None else logging.FileHandler(files)
-    for name in ("lightning_rl", "lightning_rl_proxy", *(apply_to or ())):
-        logger = logging.getLogger(name.replace("agentlightning", "lightning_rl"))
-        logger.setLevel(level)
-        if written is not None:  # beside what the root logger has been told, by us or by others before
-            written.setFormatter(logging.Formatter(_LOG_FORMAT))
-            logger.addHandler(written)
+    names = [
+        "lightning_rl",
+        "lightning_rl_proxy",
+        *(name.replace("agentlightning", "lightning_rl") for name in apply_to or ()),
+    ]
+    for name in names:
+        logging.getLogger(name).setLevel(level)
+    if files is None:
+        return
+    root, path = logging.getLogger(), os.path.abspath(files)
+    if any(isinstance(each, logging.FileHandler) and each.baseFilename == path for each in root.handlers):
+        return
+    written = logging.FileHandler(path)  # beside what the root logger has been told, by us or by others before
+    written.setFormatter(logging.Formatter(_LOG_FORMAT))
+    root.addHandler(written)
 
 
 def configure_logger(level: int | str = "INFO", name: str = "lightning_rl") -> logging.Logger:

@@ -7,7 +7,6 @@ found; that of `python -m verl...` is noted, the others are skipped. What the sc
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import tempfile
@@ -26,6 +25,8 @@ _REDIRECTION = re.compile(
     r"""|(?<=[\s\d&])>>?\s*(?![&(])(?:"[^"]*"|[^\s;|&()'"]+)""",
     re.MULTILINE,
 )
+# Options of the shell (`set -euo pipefail`), with which it would end at the first command that it has no words for.
+_OPTIONS = re.compile(r"(?<![\w$./-])set(?:[ \t]+[-+][A-Za-z]+(?:[ \t]+(?:errexit|nounset|xtrace|pipefail|verbose))?)+")
 _OWN_NAME = re.compile(r"\$\{?BASH_SOURCE(\[0\])?\}?")
 # What restricted bash has no words for, and the few commands that scripts compute their paths with.
 _PREAMBLE = r"""
@@ -36,7 +37,6 @@ command_not_found_handle() {
   esac
   return 0
 }
-set() { case "$1" in --) ;; *) builtin set "$@"; builtin set +e +u +x;; esac; }
 exec() { "$@"; }
 ulimit() { :; }
 source() { :; }
@@ -44,7 +44,7 @@ WHERE=$PWD
 cd() { case "$1" in /*) WHERE=$1;; *) WHERE=$WHERE/$1;; esac; }
 pwd() { echo "$WHERE"; }
 dirname() { case "$1" in */*) echo "${1%/*}";; *) echo .;; esac; }
-basename() { set -- "${1%/}" "$2"; set -- "${1##*/}" "$2"; echo "${1%"$2"}"; }
+basename() { local name=${1%/}; name=${name##*/}; echo "${name%"$2"}"; }
 date() {
   local word
   for word; do case "$word" in +*) printf "%(${word#+})T\n" -1; return;; esac; done
@@ -70,23 +70,16 @@ def command_of(script: Path, environment: Mapping[str, str] = os.environ) -> Ver
 
     Raises ScriptError where it starts none, several, or another program of verl's.
     """
-    words = [part for word in _one(_commands(script, environment), script) for part in _unquoted(word, script)]
+    words = _one(_commands(script.read_text(), script, environment), script)
+    if "-m" not in words:  # the command stands in one word, as `bash -c` and `ssh` take it
+        inner = next(word for word in words if " -m verl." in word)
+        words = _one(_commands(inner, script, environment), script)
     module = words[words.index("-m") + 1]
     if module not in _TRAINERS:
         raise ScriptError(f"{script} starts {module}: only the training of {_TRAINERS[0]} is translated")
     options, overrides = _options(words[words.index("-m") + 2 :])
     name = options.get("config-name", _CONFIGS[0])
     return VerlCommand(overrides, _config_file(script, options.get("config-path", ""), name))
-
-
-def _unquoted(word: str, script: Path) -> list[str]:
-    """The words of a command that stands in one, as `bash -c` and `ssh` take it; other words as they are."""
-    if " -m verl." not in word:
-        return [word]
-    try:
-        return shlex.split(word)
-    except ValueError as error:
-        raise ScriptError(f"{script}: the command {word!r:.80} cannot be read: {error}") from error
 
 
 def _one(commands: list[list[str]], script: Path) -> list[str]:
@@ -99,12 +92,13 @@ def _one(commands: list[list[str]], script: Path) -> list[str]:
     return commands[0]
 
 
-def _commands(script: Path, environment: Mapping[str, str]) -> list[list[str]]:
-    """Every command of the script that runs a module of verl's, as words."""
+def _commands(text: str, script: Path, environment: Mapping[str, str]) -> list[list[str]]:
+    """Every command in the text of a script that runs a module of verl's, as words."""
     bash = shutil.which("bash")
     if bash is None:
         raise ScriptError(f"{script} is read by bash, and there is none: write the overrides into a file of words")
-    text = _REDIRECTION.sub(lambda match: match["kept"] or " ", script.read_text())
+    text = _REDIRECTION.sub(lambda match: match["kept"] or " ", text)
+    text = _OPTIONS.sub(":", text)
     text = _OWN_NAME.sub("$0", text)
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as noted:
         preamble = Path(folder) / "preamble"

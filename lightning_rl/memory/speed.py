@@ -11,6 +11,9 @@ rows, with CUDA graphs, where its whole bandwidth would allow 1.6 (docs/gpu.md).
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from lightning_rl.config.schema import Config
 from lightning_rl.memory.budget import Budget
 from lightning_rl.memory.engine import cache_bytes, sampled_dtype
@@ -18,6 +21,7 @@ from lightning_rl.memory.traced_step import TracedStep
 
 _REACHED: Final = (0.2, 0.45)  # of a card's operations, in training
 _READ: Final = (0.4, 0.8)  # of its bandwidth, in sampling
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts")  # what families call their number
 _BETWEEN: Final = (0.008, 0.002)  # seconds, between two tokens of a batch
 
 
@@ -44,10 +48,7 @@ def speed(config: Config, model: Any, traced: TracedStep, budget: Budget) -> Spe
         read = traced.parameters * sampled_dtype(config).itemsize + at_once * length / 2 * cache_bytes(config, model)
         seconds = max(
             read / (gpu.bandwidth[end] * _READ[end] * cards),
-            2
-            * _passed(model.get_text_config(), traced.parameters)
-            * at_once
-            / (gpu.flops[end] * _REACHED[end] * cards),
+            2 * _passed(model, traced.parameters) * at_once / (gpu.flops[end] * _REACHED[end] * cards),
         )
         seconds += _BETWEEN[end]
         sampled.append(at_once * servers / seconds)
@@ -61,7 +62,7 @@ def _operations(config: Config, model: Any, traced: TracedStep) -> tuple[float, 
     """Floating-point operations of a token: in an update, and where its log probabilities are computed."""
     policy, text = config.actor_rollout_ref, model.get_text_config()
     attention = 2 * text.num_hidden_layers * text.hidden_size * config.data.max_tokens  # causal: half of the square
-    forward = 2 * _passed(text, traced.parameters) + attention
+    forward = 2 * _passed(model, traced.parameters) + attention
     times = 2 if policy.model.lora_rank else 3
     times += policy.model.enable_gradient_checkpointing
     scored = 1 + (traced.reference is not None) + (traced.critic is not None)
@@ -73,14 +74,14 @@ def _operations(config: Config, model: Any, traced: TracedStep) -> tuple[float, 
     return updates * forward, scored * forward
 
 
-def _passed(text: Any, parameters: int) -> float:
+def _passed(model: Any, parameters: int) -> float:
     """How many parameters a token goes through: of the experts of a mixture those that are chosen for it."""
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((count for name in names if (count := getattr(text, name, None))), None)
+    text = model.get_text_config()
+    experts = next((count for name in _EXPERTS if (count := getattr(text, name, None))), None)
     chosen = getattr(text, "num_experts_per_tok", None)
     if not experts or not chosen:
         return parameters
-    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-    dense = len(getattr(text, "mlp_only_layers", None) or ()) + (getattr(text, "first_k_dense_replace", None) or 0)
-    of_experts: int = 3 * text.hidden_size * width * experts * (text.num_hidden_layers - dense)
+    with torch.device("meta"):  # which of its layers have experts is said differently by each family
+        made = AutoModelForCausalLM.from_config(model)
+    of_experts = sum(weight.numel() for name, weight in made.named_parameters() if ".experts." in name)
     return float(parameters - of_experts * (1 - chosen / experts))

@@ -109,8 +109,8 @@ class AnswerParser:
         self._closed = 0  # how often a mark has closed a call
         self._match: _Match | None = None
         tokenizer, markup = reader.tokenizer, reader.markup
-        # A mark of the format stays, though the answer ends behind it: what it closes is read by it.
-        self._unread = frozenset(end.stop_token_ids).difference(() if markup is None else markup.tokens)
+        # A token of the format stays, though the answer ends behind it: what it closes is read by it.
+        self._unread = frozenset(end.stop_token_ids) - tokenizer.added_ids
         if markup is not None and not tools:
             markup = markup.without_calls()
         if markup is not None and self._unread:

@@ -1,6 +1,7 @@
 """Renderers of the `renderers` library, each made for a family of models, held to the append-only contract."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
 
@@ -149,9 +150,11 @@ class LibraryRenderer:
         ids = self._without_end(response_ids)
         calls: list[dict[str, Any]] = []
         for call in parsed.tool_calls:
-            well_formed = isinstance(call.name, str) and isinstance(call.arguments, dict | str)
-            if call.status == ToolCallParseStatus.OK and well_formed and (names is None or call.name in names):
-                calls.append(tool_call(tool_call_id(call_id, len(calls)), call.name, call.arguments))
+            made = None
+            if call.status == ToolCallParseStatus.OK and (names is None or call.name in names):
+                made = _well_formed(tool_call_id(call_id, len(calls)), call.name, call.arguments)
+            if made is not None:
+                calls.append(made)
             elif call.token_span is not None:
                 content += self.tokenizer.decode(ids[slice(*call.token_span)])
             else:
@@ -232,6 +235,15 @@ class LibraryRenderer:
     def encode_behind(self, text: str) -> list[int]:
         """See `Renderer`."""
         return self.tokenizer.encode(text)
+
+
+def _well_formed(call_id: str, name: Any, arguments: Any) -> dict[str, Any] | None:
+    """The call; None where name or arguments are none, or hold a number that JSON has not."""
+    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+        return None
+    with suppress(ValueError):
+        return tool_call(call_id, name, arguments)
+    return None
 
 
 # Formats of the library that are followed token by token: the marks around reasoning and around calls. Of a format that

@@ -147,10 +147,11 @@ def test_the_async_methods_can_be_called_as_they_are() -> None:
 
 
 def test_what_is_logged_goes_to_the_file_though_logging_was_set_up_before(tmp_path: Path) -> None:
-    loggers = [logging.getLogger(name) for name in ("lightning_rl", "lightning_rl_proxy", "mine")]
+    loggers = [logging.getLogger(name) for name in (None, "lightning_rl", "lightning_rl_proxy", "mine")]
     before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
     try:
-        agl.setup_logging("INFO", apply_to=["mine"], files=tmp_path / "run.log")
+        for _ in range(2):
+            agl.setup_logging("INFO", apply_to=["mine", "agentlightning.x"], files=tmp_path / "run.log")
         logging.getLogger("lightning_rl.x").info("one")
         logging.getLogger("mine").info("two")
         assert [line.rpartition(" ")[2] for line in (tmp_path / "run.log").read_text().splitlines()] == ["one", "two"]

@@ -101,7 +101,13 @@ def test_what_cannot_be_translated_is_named(tmp_path: Path, text: str, message: 
 
 @pytest.mark.parametrize("shell", ["bash -c", "ssh host"])
 def test_a_command_in_one_word_is_read_too(tmp_path: Path, shell: str) -> None:
-    text = f"N=16\n{shell} \"python3 -m verl.trainer.main_ppo data.train_batch_size=$N 'a=b c'\"\n"
-    assert command(tmp_path, text).overrides == ["data.train_batch_size=16", "a=b c"]
-    with pytest.raises(ScriptError, match="cannot be read: No closing quotation"):
-        command(tmp_path, f'{shell} "python3 -m verl.trainer.main_ppo \'a=b"\n')
+    inner = "cd /x && python3 -m verl.trainer.main_ppo data.train_batch_size=$N 'a=b c' 2>&1 | tee log.txt; echo done"
+    assert command(tmp_path, f'N=16\n{shell} "{inner}"\n').overrides == ["data.train_batch_size=16", "a=b c"]
+
+
+def test_what_scripts_set_and_compute_of_names_is_as_in_bash(tmp_path: Path) -> None:
+    text = (
+        "set -euo pipefail; set -x\nfalse\nset -- data.seed=7\n"
+        'python -m verl.trainer.main_ppo name=$(basename /a/b.sh .sh) file=$(basename "$DATA/") "$@"\n'
+    )
+    assert command(tmp_path, text, DATA="/a/c.parquet").overrides == ["name=b", "file=c.parquet", "data.seed=7"]

@@ -286,4 +286,7 @@ def test_of_experts_those_count_as_work_that_a_token_goes_through() -> None:
         hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128, num_experts_per_tok=8
     )
     assert _passed(moe, 30_532_122_624) == pytest.approx(3.35e9, rel=0.02)
+    every_second = Qwen3MoeConfig(num_hidden_layers=4, num_experts=8, num_experts_per_tok=2, decoder_sparse_step=2)
+    experts = 2 * 8 * 3 * every_second.hidden_size * every_second.moe_intermediate_size
+    assert _passed(every_second, experts) == experts / 4
     assert _passed(QWEN_7B, 7) == 7

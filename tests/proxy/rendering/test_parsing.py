@@ -255,8 +255,8 @@ def test_the_text_lacks_the_stop_token_that_its_tokens_end_with(
     renderer = renderers[name]
     stop = renderer.tokenizer.encode_own(token)[0]
     prompt, ids = prompt_of(renderer), [one for one in spelled(renderer, said) if one != stop]
-    is_mark = renderer.markup is not None and stop in renderer.markup.tokens  # which closes a call
-    expected = renderer.parse("7", prompt, ids + [stop] * is_mark, None, "length", TOOLS)
+    is_format = stop in renderer.tokenizer.added_ids  # which may close a call
+    expected = renderer.parse("7", prompt, ids + [stop] * is_format, None, "length", TOOLS)
     for end in (AnswerEnd(stop_token_ids=[stop]), AnswerEnd(["never"], [stop])):
         parser = AnswerParser(renderer, "7", prompt, TOOLS, end)
         answer, deltas = streamed(parser, list(groups([*ids, stop], cuts)))
@@ -468,6 +468,18 @@ def test_what_is_no_call_of_a_tool_is_text_as_it_was_sampled(
     answer, deltas = streamed(AnswerParser(renderer, "7", prompt_of(renderer), TOOLS), [[token] for token in ids])
     assert (answer.content, answer.tool_calls) == (said, [])
     assert_adds_up(answer, deltas)
+
+
+def test_a_number_that_json_has_not_leaves_the_rest_of_an_answer_as_it_is(renderers: dict[str, Renderer]) -> None:
+    bad = '<tool_call>\n{"name": "count", "arguments": {"of": NaN}}\n</tool_call>'
+    for name in ("qwen3", "hermes"):
+        renderer = renderers[name]
+        ids = spelled(renderer, ["<think>\nhm\n</think>\n\nText.\n" * (name == "qwen3"), CALLS["json"], bad])
+        answer, deltas = streamed(AnswerParser(renderer, "7", prompt_of(renderer), TOOLS), [[token] for token in ids])
+        assert len(answer.tool_calls) == 1, name
+        assert answer.reasoning == ("hm" if name == "qwen3" else None)
+        assert answer.content.endswith(bad)
+        assert_adds_up(answer, deltas)
 
 
 def test_many_calls_are_all_told_the_last_ones_at_the_end(renderers: dict[str, Renderer]) -> None:
