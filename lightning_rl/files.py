@@ -92,8 +92,9 @@ def write_whole(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
-    finally:
+    except BaseException:
         partial.unlink(missing_ok=True)
+        raise
 
 
 def is_a_runs_own(path: Path, run_dir: Path, *written: str) -> bool:

@@ -63,6 +63,7 @@ def list_rollouts(
     lightning-rl rollouts list --status failed --mode train --limit 20
     ```
     """
+    from rich.cells import cell_len
     from rich.console import Console
     from rich.table import Table
 
@@ -76,7 +77,7 @@ def list_rollouts(
             _tell_json(rollout)
         return
     names, rows = _columns(), [_cells(rollout) for rollout in rollouts]
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    widths = [max(map(cell_len, column)) for column in zip(names, *rows, strict=True)]
     console = Console(highlight=False, markup=False)
     console.width = console.width if console.is_terminal else max(console.width, _PIPED_WIDTH)
     # The task gives way, down to its column's name; in a narrower terminal lines go on below.

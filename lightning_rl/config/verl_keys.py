@@ -116,6 +116,10 @@ _FORMATS = {name: name for name in ("float32", "bfloat16")} | {"fp32": "float32"
 _HELD = {"fp32": "fp32", "bf16": "bf16", "float32": "fp32", "bfloat16": "bf16"}
 _LOAD_FORMATS = {"dummy_dtensor": "dummy", "dummy_hf": "dummy", "dtensor": "auto", "hf": "auto"}  # verl's own names
 _NO_HALF = "models compute in float32 or bfloat16"
+_TRUNCATED = (
+    "write algorithm.rollout_correction.rollout_is=token for truncated importance sampling, with the cap as "
+    "algorithm.rollout_correction.rollout_is_threshold"
+)
 _FINAL = ("score", "seq_reward", "seq_final_reward")
 _BY_THE_UPDATE = "log probabilities are computed in micro-batches as the update's are"
 _GATEWAY_RENDERS = "the gateway renders prompts; nothing is tokenised beforehand"
@@ -387,7 +391,7 @@ RULES: list[Rule] = [
     _same("reward*.sandbox_fusion.* sandbox_fusion.*", "read where a sandbox is named"),
     _same(
         "reward.reward_model.rollout.* reward.reward_model.n_gpus_per_node reward.reward_model.nnodes "
-        "reward.reward_model.enable_resource_pool reward_model.model.* reward_model.rollout.* reward_model.megatron.* "
+        "reward.reward_model.enable_resource_pool reward_model.model.* reward_model.rollout.* reward_model.load_weight "
         "reward_model.profiler.* reward_model.enable_resource_pool reward_model.n_gpus_per_node reward_model.nnodes "
         "reward_model.strategy reward_model.num_workers reward_model.micro_batch_size* reward_model.max_length "
         "reward_model.use_dynamic_bsz reward_model.forward_max_token_len_per_gpu reward_model.nccl_timeout "
@@ -396,11 +400,11 @@ RULES: list[Rule] = [
         "no server is started for a reward model: the trainer's process computes it, a conversation at a time",
     ),
     # What truncated importance sampling was called before it was a section of its own.
-    _refused(
-        f"{_ACTOR}tis_imp_ratio_cap algorithm.rollout_is_level algorithm.rollout_is_mode "
+    _only(f"{_ACTOR}tis_imp_ratio_cap algorithm.rollout_is", (-1, 0, False, None), "off", _TRUNCATED),
+    _same(
+        "algorithm.rollout_is_threshold* algorithm.rollout_is_level algorithm.rollout_is_mode "
         "algorithm.rollout_is_veto_threshold",
-        "write algorithm.rollout_correction.rollout_is=token for truncated importance sampling, with the cap as "
-        "algorithm.rollout_correction.rollout_is_threshold",
+        f"read where algorithm.rollout_is is on; {_TRUNCATED}",
     ),
     # Advantages.
     Rule(

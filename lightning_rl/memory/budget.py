@@ -119,10 +119,12 @@ def _of_reward_model(config: Config) -> int:
     model = config.reward.reward_model
     if not model.enable or model.model_path is None or model.device == "cpu":
         return 0
-    with torch.device("meta"):
-        made = AutoModelForSequenceClassification.from_config(
-            model_config(model.model_path, "reward.reward_model.model_path")
-        )
+    config_of_it = model_config(model.model_path, "reward.reward_model.model_path")
+    try:
+        with torch.device("meta"):
+            made = AutoModelForSequenceClassification.from_config(config_of_it, trust_remote_code=False)
+    except ValueError as error:
+        raise ConfigError(f"reward.reward_model.model_path={model.model_path!r}: {error}") from error
     return int(made.num_parameters()) * FORMATS[model.dtype].itemsize
 
 
@@ -159,7 +161,7 @@ class _Count:
         in_order = [self._phase("rollouts", {}, awake=True)] if self._sampled else []
         if self.engine is not None and not self._shared:
             in_order = [self._of_engine(self.engine)]
-        if scorer := _of_reward_model(self._config):  # while vLLM may still hold its share
+        if self._sampled and (scorer := _of_reward_model(self._config)):  # while vLLM may still hold its share
             in_order.append(self._phase("reward model", {"weights": scorer}, awake=True))
         computing = {
             "weights": self._held(traced.actor, "weights", policy.actor.fsdp_config)

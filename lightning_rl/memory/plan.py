@@ -24,7 +24,10 @@ from lightning_rl.ppo.local_workers import register_model_code
 C = TypeVar("C", bound=Config)
 _WIDTH: Final = 48
 _WOULD_FIT: Final = "`lightning-rl plan` with the same keys says what would"
-_LESS: Final = "set actor_rollout_ref.model.enable_gradient_checkpointing, model.lora_rank, or data.max_response_length"
+_LESS: Final = (
+    "set actor_rollout_ref.model.enable_gradient_checkpointing=true or actor_rollout_ref.model.lora_rank, or lower "
+    "data.max_response_length"
+)
 _SIGNS: Final = dict(zip(PARTS, "WGOALKE.", strict=True))
 
 

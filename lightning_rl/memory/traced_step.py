@@ -377,7 +377,7 @@ def _traceable(optim: AnyOptim) -> AnyOptim:
             optim,
             optimizer="SGD",
             optimizer_impl="torch.optim",
-            override_optimizer_config={"fused": True, "weight_decay": 0.0},
+            override_optimizer_config={"foreach": True, "weight_decay": 0.0},
         )
     return optim
 

@@ -296,7 +296,8 @@ def _require_modules(model: nn.Module, targets: str | Sequence[str]) -> None:
     layers = _layers(model)
     tensors = sorted(name for name, layer in layers.items() if isinstance(layer, ParamWrapper))
     if tensors:
-        others = sorted({name.rpartition(".")[2] for name, layer in layers.items() if name not in tensors})
+        kinds = {name.rpartition(".")[2] for name, layer in layers.items() if name not in tensors}
+        others = sorted(kinds) or ["q_proj", "..."]
         raise ValueError(
             f"target_modules={targets!r} takes in experts or routers, {tensors[0]} for one, which get no adapter here: "
             f"name the other modules, [{', '.join(others)}]"

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequen
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 import xxhash
@@ -276,7 +276,8 @@ class Gateway:
             if door is None:
                 raise GatewayError(404, f"there is nothing at {shown}", kind=_NOT_FOUND)
             await self._answer(door, dialect, scope, receive, send)
-        except GatewayError as error:
+        except (GatewayError, RecursionError) as raised:
+            error = cast(GatewayError, as_gateway_error(raised))
             self.counters[f"status_{error.status}"] += 1
             _log_refusal(error, shown, None if door is None else door.address)
             await respond(send, error.status, dialect.serialize_error(error), error.headers())
@@ -417,7 +418,7 @@ class Gateway:
         inflight.earlier = attempt.recorded.get(body_key, []) if retry else []
         try:
             work = self._call_handler.work(attempt, agent, dialect, self._decoded(attempt, dialect, body), inflight)
-        except (EngineUnavailable, RecursionError) as error:
+        except EngineUnavailable as error:
             failure = as_gateway_error(error)
             self._delivery.note_if_ours(attempt, body_key, failure)
             raise failure from error

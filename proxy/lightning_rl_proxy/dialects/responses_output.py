@@ -221,7 +221,15 @@ def _message(opening: Opening, text: str, status: str, logprobs: list[dict[str, 
 
 
 def _logprobs(tokens: Sequence[SampledToken], request: Request) -> list[dict[str, Any]]:
-    return token_logprobs(tokens, request) or []
+    """As of Chat Completions; this API has no null for bytes that are not known."""
+    entries = token_logprobs(tokens, request) or []
+    return [
+        _with_bytes(entry) | {"top_logprobs": [_with_bytes(one) for one in entry["top_logprobs"]]} for entry in entries
+    ]
+
+
+def _with_bytes(entry: dict[str, Any]) -> dict[str, Any]:
+    return entry if entry["bytes"] is not None else entry | {"bytes": []}
 
 
 def _usage(opening: Opening, answer: ParsedAnswer) -> dict[str, Any]:

@@ -4,6 +4,7 @@ What a server's tokens mean is the business of its own module; nothing here know
 """
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,6 +25,7 @@ _TOO_LONG = (
 _AGENTS_FAULT = (400, 413, 422)
 _NOT_NOW = (408, 425, 429)  # of a proxy that stands before an engine: the same request may be answered soon
 _CHECK_SECONDS = 2.0
+_REST_SECONDS = 0.5  # after the last event; it is mostly there already
 _ORDERS = 16  # connections for orders and checks
 # Less than servers wait (vLLM's and other uvicorns 5 s): what is sent as they hang up is lost.
 _IDLE_SECONDS = 2.0
@@ -120,6 +122,13 @@ async def events(response: HttpResponse) -> AsyncIterator[bytes]:
         data = line.removeprefix(b"data:").strip()
         if line.startswith(b"data:") and data != b"[DONE]":
             yield data
+
+
+async def finish(response: HttpResponse) -> None:
+    """Read what still comes behind the last event, so that its connection can be used again."""
+    with contextlib.suppress(TimeoutError, NoAnswer):
+        async with asyncio.timeout(_REST_SECONDS):
+            await response.read()
 
 
 def refusal(url: str, status: int, raw: bytes) -> Exception:

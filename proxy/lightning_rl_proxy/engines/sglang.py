@@ -37,7 +37,7 @@ from lightning_rl_proxy.engines.base import (
     TokenRequest,
 )
 from lightning_rl_proxy.engines.client import HttpResponse
-from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, refusal
+from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, finish, refusal
 from lightning_rl_proxy.engines.sglang_probe import GENERATE, NAME, READY, Abilities
 from lightning_rl_proxy.engines.token_labels import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.sampling import Sampling
@@ -246,6 +246,7 @@ class SGLangEngine:
                     yield _tokens(answer.output_ids[-new:], meta)
                 if meta.finish_reason is not None:
                     yield self._finish(meta.finish_reason, answer.output_ids, meta, sampled)
+                    await finish(response)
                     return
 
     async def _answers(self, response: HttpResponse, *, stream: bool) -> AsyncIterator[tuple[_SglangGenerated, _Meta]]:

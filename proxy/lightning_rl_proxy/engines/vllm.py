@@ -21,7 +21,7 @@ from lightning_rl_proxy.engines.base import (
     TokenRequest,
 )
 from lightning_rl_proxy.engines.client import HttpResponse
-from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, refusal
+from lightning_rl_proxy.engines.http import EngineConnection, Problem, events, finish, refusal
 from lightning_rl_proxy.engines.probe import GENERATE, MODELS, LogprobsMode
 from lightning_rl_proxy.engines.token_labels import Labelled, Labels, is_biased, known
 from lightning_rl_proxy.rendering.images import Shown
@@ -189,6 +189,7 @@ class TokenEngine:
                     yield self._tokens(choice, token_version)
                 if choice.finish_reason is not None:
                     yield self._finish(choice, sampled, version)
+                    await finish(response)
                     return
 
     async def check(self) -> int | None:

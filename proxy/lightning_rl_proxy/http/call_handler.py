@@ -144,7 +144,10 @@ class CallHandler:
 
         def count() -> int:
             prompt_ids = chosen.render(request.prompt_messages, request.tools)
-            return len(prompt_ids) + len(_forced(request, prompt_ids, chosen))
+            try:
+                return len(prompt_ids) + len(_forced(request, prompt_ids, chosen))
+            except GatewayError:  # no answer can begin so: what stands there is counted
+                return len(chosen.render(request.messages, request.tools))
 
         counted = await tokenizing.of_body(count, size)
         if renderer.vision is None:

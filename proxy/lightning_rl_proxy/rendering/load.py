@@ -53,7 +53,8 @@ def load_renderer(
     resolved = name
     if name == "auto" and vision is None:
         named = MODEL_RENDERER_MAP.get(model) or tokenizer.renderer
-        resolved = named or _renderer_of_namesake(tokenizer_path, tokenizer, model) or "template"
+        own = dict(chat_template_kwargs or {})
+        resolved = named or _renderer_of_namesake(tokenizer_path, tokenizer, model, own) or "template"
     elif name == "auto":
         resolved = "template"
     kwargs = dict(chat_template_kwargs or {})
@@ -80,21 +81,26 @@ def load_renderer(
         raise ValueError(f"renderer {resolved!r} does not fit the tokenizer of {tokenizer_path}: {error}") from error
 
 
-def _renderer_of_namesake(folder: Path, tokenizer: FastTokenizer, model: str) -> str | None:
-    """The library's renderer of a model with this name, of whatever owner, if the folder's template writes the same."""
+def _renderer_of_namesake(folder: Path, tokenizer: FastTokenizer, model: str, kwargs: dict[str, Any]) -> str | None:
+    """The library's renderer of a model with this name, of whatever owner, if it takes the kwargs, and the folder's
+    template writes the same with them."""
     own_name = model.rpartition("/")[2]
     names = dict.fromkeys(name for other, name in MODEL_RENDERER_MAP.items() if other.rpartition("/")[2] == own_name)
     texts = read_template(folder, tokenizer.config) if names else None
     if texts is None:
         return None
-    template = usable_template(folder, texts, tokenizer, {})
-    return next((name for name in names if _writes_the_same(name, template, tokenizer)), None)
+    template = usable_template(folder, texts, tokenizer, kwargs)
+    return next((name for name in names if _writes_the_same(name, template, tokenizer, kwargs)), None)
 
 
-def _writes_the_same(name: str, template: ChatTemplate, tokenizer: FastTokenizer) -> bool:
+def _writes_the_same(name: str, template: ChatTemplate, tokenizer: FastTokenizer, kwargs: dict[str, Any]) -> bool:
     """Whether renderer and template write the same prompts: with and without a system text, with tools and calls."""
+    config = config_from_name(name)
+    if not kwargs.keys() <= set(config.template_field_names()):
+        return False
     try:
-        renderer = LibraryRenderer(renderers.create_renderer(tokenizer, config_from_name(name)), tokenizer)
+        config = type(config).model_validate(kwargs)
+        renderer = LibraryRenderer(renderers.create_renderer(tokenizer, config), tokenizer)
         return all(
             renderer.render(messages, tools) == tokenizer.encode(template.text(messages, tools))
             for messages, tools in PROMPTS

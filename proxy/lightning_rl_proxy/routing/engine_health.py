@@ -92,18 +92,27 @@ class EngineHealth:
             if replica.in_flight and not replica.frozen and not resumed.is_set():
                 replica.frozen = True
                 try:
-                    await replica.engine.pause()
-                except EngineUnavailable as error:
-                    self.lost(pool, replica, str(error))
+                    async with asyncio.timeout(_ORDER_SECONDS):
+                        await replica.engine.pause()
+                except (EngineUnavailable, TimeoutError) as error:
+                    why = str(error) or f"engine {replica.name} does not answer in {_ORDER_SECONDS:g} s"
+                    self.lost(pool, replica, why)
                     if not pool.well():
-                        raise
+                        raise EngineUnavailable(why) from error
 
     async def go_on(self, pool: Engines, version: int | None, *, paused: bool) -> None:
-        """Let the frozen engines go on; with a `version`, as those that have its weights, each that was not absent.
+        """Let the frozen engines go on; with a `version`, as those that have its weights, each that was not absent, or
+        says itself that it has them.
 
         The version is the model's as soon as each of them goes on; the others are away until they have it too.
         """
-        running = [each for each in pool.replicas if each.trouble is None and not (paused and each.absent)]
+        if version is not None and paused:  # what goes on where it was frozen is of the weights that are there now
+            await asyncio.gather(*(self.check(pool, each) for each in pool.replicas if each.absent and each.frozen))
+        running = [
+            each
+            for each in pool.replicas
+            if each.trouble is None and not (paused and each.absent and each.reported != version)
+        ]
         going_on = [each for each in pool.replicas if each.frozen or (version is not None and each in running)]
         await asyncio.gather(*(self._go_on(pool, each, version if each in running else None) for each in going_on))
         if version is not None:

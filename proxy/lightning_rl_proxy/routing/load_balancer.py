@@ -182,11 +182,13 @@ class EnginePool(Pool[V]):
         return reported is not None and replica.reported not in (None, reported) and reported < self.version
 
     def fingerprint_of(self, replica: Replica[V], reported: int | None) -> None:
-        """It answered a check, with what it says of its weights."""
+        """It answered a check, with what it says of its weights: that counts where it changes, and where it is newer
+        than what is believed, as of one that was given weights during a pause in which it was away."""
         replica.answer()
         if reported is None:
             return
-        if replica.reported not in (None, reported):
+        believed = replica.engine.policy_version
+        if replica.reported is not None and (reported != replica.reported or reported > believed):
             replica.engine.policy_version = min(reported, self.version)
         replica.reported = reported
 

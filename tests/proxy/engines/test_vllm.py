@@ -187,6 +187,22 @@ def test_so_is_an_event_of_a_stream(wire: Wire, answer: Any) -> None:
         with_client(wire, stream)
 
 
+def test_a_stream_that_has_ended_leaves_its_connection_to_the_next(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "protocol_version", "HTTP/1.1")
+    event = json.dumps({"choices": [{"token_ids": [1], "finish_reason": "stop"}]}).encode()
+    wire.answer = b"data: %b\n\ndata: [DONE]\n\n" % event
+    places: list[Any] = []
+
+    async def two(engine: TokenEngine) -> None:
+        for _ in range(2):
+            async for _ in engine.generate(TokenRequest([5], Sampling(), "r", stream=True)):
+                pass
+            places.append(len(engine._server._client._open))
+
+    with_client(wire, two)
+    assert places == [1, 1]
+
+
 @pytest.mark.parametrize("status", [408, 429, 503])
 def test_a_server_that_cannot_now_may_later(wire: Wire, status: int) -> None:
     wire.status, wire.answer = status, b"slow down"

@@ -781,6 +781,56 @@ def two(served: Served, tokenizer: FastTokenizer) -> list[ScriptedEngine]:
     return [served.engine, other]
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("checked", [False, True])
+def test_an_engine_that_was_given_the_weights_of_a_pause_in_which_it_was_away_has_them(
+    *, frozen: bool, checked: bool
+) -> None:
+    async def work() -> None:
+        engine, other = Labelled(2), Labelled(2)
+        router = routing(engine, other)
+        pool = router._engines["m"]
+        held = Held(router, engine) if frozen else None
+        if held is not None:
+            await held.begin()
+        await router._watch.check(pool, pool.replicas[0])
+        await router._watch.check(pool, pool.replicas[1])
+        engine.well = False
+        pool.replicas[0].lose("it is gone")
+        await router.pause("m")
+        engine.well = True
+        engine.label = other.label = 3  # as the trainer's update has them
+        if checked:
+            await router._watch.check(pool, pool.replicas[0])
+        await router.resume("m", 3)
+        await router._watch.check(pool, pool.replicas[0])
+        assert [pool.away(each) for each in pool.replicas] == [None, None]
+        assert (engine.label, engine.policy_version) == (3, 3)
+        if held is not None:
+            await held.end()
+
+    run(work)
+
+
+def test_a_pause_does_not_wait_for_an_engine_that_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_health, "_ORDER_SECONDS", 0.05)
+
+    class Silent(Engine):
+        async def pause(self) -> None:
+            await self.never.wait()
+
+    async def work() -> None:
+        engine = Silent()
+        router = routing(engine, Engine())
+        held = Held(router, engine)
+        await held.begin()
+        await router.pause("m")
+        assert "does not answer in 0.05 s" in str(router._engines["m"].away(router._engines["m"].replicas[0]))
+        await held.end()
+
+    run(work)
+
+
 async def _register(served: Served, engine: ScriptedEngine) -> None:
     served.gateway.router.register(engine)
 
