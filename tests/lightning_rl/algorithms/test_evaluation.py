@@ -41,6 +41,10 @@ def test_rollouts_of_one_task_are_no_independent_evidence() -> None:
     assert not once.accuracy
 
 
+def test_each_task_counts_once_however_often_it_was_tried() -> None:
+    assert evaluate("val", {"a": [1.0], "b": [0.0, 0.0, 0.0]}).mean == 0.5
+
+
 def test_tasks_that_all_went_alike_are_no_certainty() -> None:
     for reward in (0.0, 1.0):
         found = evaluate("val", {str(task): [reward] * 4 for task in range(8)})
@@ -52,7 +56,16 @@ def test_tasks_that_all_went_alike_are_no_certainty() -> None:
 def test_an_accuracy_never_leaves_0_to_1() -> None:
     few = evaluate("val", {str(task): [0.0, 0.0] for task in range(9)} | {"x": [0.0, 1.0]})
     assert (few.low, few.accuracy) == (0.0, True)
+    many = evaluate("val", {str(task): [1.0, 1.0] for task in range(9)} | {"x": [0.0, 1.0]})
+    assert (many.low, many.high) == (pytest.approx(1 - few.high), 1.0)
+    for n in range(1, 300):
+        assert 0 <= wilson(0, n)[0] < wilson(n, n)[1] <= 1
     assert evaluate("val", {"a": [-1.0, 0.5], "b": [0.5, 0.5]}).low < 0
+
+
+def test_rewards_that_are_all_the_same_have_the_interval_of_their_scale() -> None:
+    alike = evaluate("val", {"a": [7.0], "b": [7.0, 7.0]})
+    assert (alike.low, alike.high, alike.accuracy) == (7.0, 7.0, False)
 
 
 def test_what_infrastructure_lost_is_counted_apart() -> None:

@@ -1,7 +1,7 @@
 """`lightning-rl doctor`: each finding where it is to be found, and not where it is not."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from lightning_rl.cli import doctor as command
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import doctor, draw
 from lightning_rl.inspect.doctor import Finding, diagnose
-from lightning_rl.inspect.run_stats import RECENT, gather
+from lightning_rl.inspect.run_stats import RECENT, Evidence, RunSettings, Tally, gather
 from lightning_rl.store.contract import ErrorInfo, Reward
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.step_record import RolloutRecord, StepRecord
@@ -93,8 +93,15 @@ def run_of(
     )
 
 
-def findings(folder: Path) -> dict[str, Finding]:
-    return {finding.name: finding for finding in diagnose(gather(folder)).findings}
+def findings(run: Path | Evidence) -> dict[str, Finding]:
+    evidence = run if isinstance(run, Evidence) else gather(run)
+    return {finding.name: finding for finding in diagnose(evidence).findings}
+
+
+def evidence_of(**known: Any) -> Evidence:
+    """What is known of a run of 50 rollouts: two attempts each, 1000 calls, no steps but those that are given."""
+    given: dict[str, Any] = {"metrics": [], "steps": [], "settings": RunSettings(), "rollouts": 50, "calls": 1000}
+    return Evidence(**given | {"run_dir": "run", "trains": True, "attempts": 100} | known)
 
 
 INEXACT = msgspec.structs.replace(say(1, "", "", exact=False), logprobs=None)
@@ -276,6 +283,136 @@ def test_a_policy_that_stands_still_names_the_learning_rate(tmp_path: Path) -> N
     config = {"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6}}}}
     folder = run_of(tmp_path, metrics=trend("actor__ppo_k3_kl", [2e-6] * 8), config=config)
     assert "raise actor_rollout_ref.actor.optim.lr (now 1e-06)" in findings(folder)["policy_stands_still"].advice
+
+
+def still(moved: float, first: float = 0.5, last: float = 0.5) -> Evidence:
+    """A run whose reward goes from `first` to `last`, of 0 to 1, and whose policy moves so far within a step."""
+    means = [first] * 4 + [last] * 4
+    return evidence_of(
+        metrics=[metrics_of(n, actor__ppo_k3_kl=moved, critic__score__mean=mean) for n, mean in enumerate(means)]
+    )
+
+
+# How much of it there is, and how bad that is: on both sides of each threshold.
+EDGES: list[tuple[str, Callable[[Any], Evidence], dict[Any, str | None]]] = [
+    (
+        "agent_error_ValueError", lambda count: evidence_of(errors={"ValueError": Tally(count, "r")}),
+        {49: "look at it", 50: "slows learning", 94: "slows learning", 95: "stops learning"},
+    ),
+    (
+        "infrastructure_retries", lambda count: evidence_of(infrastructure={"EngineError": Tally(count, "r")}),
+        {4: "look at it", 5: "slows learning"},
+    ),
+    (
+        "drift_edited_text", lambda count: evidence_of(seen={ForkCause.EDITED_TEXT: Tally(count, "r")}),
+        {9: None, 10: "look at it", 199: "look at it", 200: "slows learning"},
+    ),
+    (
+        "truncation", lambda count: evidence_of(seen={"length": Tally(count, "r")}),
+        {99: None, 100: "look at it", 499: "look at it", 500: "slows learning"},
+    ),
+    (
+        "logprob_mismatch", lambda nats: evidence_of(metrics=trend("training__rollout_probs_diff_mean", [nats])),
+        {
+            0.009: None, 0.01: "look at it", 0.049: "look at it", 0.05: "slows learning", 0.49: "slows learning",
+            0.5: "stops learning",
+        },
+    ),
+    (
+        "excluded_overlong", lambda tokens: evidence_of(metrics=trend("tokens__excluded__overlong", [tokens])),
+        {9: None, 10: "look at it", 49: "look at it", 50: "slows learning", 94: "slows learning", 95: "stops learning"},
+    ),
+    (
+        "exploding_lengths",
+        lambda times: evidence_of(metrics=trend("response_length__mean", [100.0] * 6 + [100.0 * times] * 2)),
+        {1.9: None, 2: "look at it", 3.9: "look at it", 4: "slows learning"},
+    ),
+    (
+        "exploding_lengths",
+        lambda steps: evidence_of(metrics=trend("response_length__mean", [8.0] * (steps - 2) + [64.0] * 2)),
+        {7: None, 8: "slows learning"},
+    ),
+    (
+        "entropy_collapse", lambda left: evidence_of(metrics=trend("actor__entropy", [1.0] * 6 + [left] * 2)),
+        {0.11: None, 0.1: "slows learning"},
+    ),
+    ("policy_stands_still", still, {9e-5: "stops learning", 1.1e-4: None}),
+    (
+        "policy_stands_still", lambda last: still(1e-6, first=0.5, last=last),
+        {0.44: None, 0.46: "stops learning", 0.54: "stops learning", 0.56: None},
+    ),
+    ("policy_stands_still", lambda mean: still(1e-6, mean, mean), {0.89: "stops learning", 0.91: None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "run", "much", "severity"),
+    [(name, run, much, severity) for name, run, edges in EDGES for much, severity in edges.items()],
+    ids=[f"{name}-{much}" for name, _, edges in EDGES for much in edges],
+)
+def test_how_much_there_is_of_it_says_how_bad_it_is(
+    name: str, run: Callable[[Any], Evidence], much: Any, severity: str | None
+) -> None:
+    found = findings(run(much)).get(name)
+    assert (found and found.severity) == severity
+
+
+def test_the_worse_of_what_was_logged_and_what_was_compared_counts() -> None:
+    logged = trend("training__rollout_probs_diff_mean", [0.02])
+    for gaps, number in (({"r0": 0.1, "r1": 0.3}, 0.2), ({"r0": 0.0}, 0.02)):
+        assert findings(evidence_of(metrics=logged, gaps=gaps))["logprob_mismatch"].number == pytest.approx(number)
+
+
+def test_one_step_that_moves_little_is_no_policy_that_stands_still() -> None:
+    found = findings(evidence_of(metrics=trend("actor__ppo_k3_kl", [1e-3] * 7 + [1e-6])))
+    assert "policy_stands_still" not in found
+
+
+def test_what_agents_failed_with_is_named_where_most_of_the_silent_ones_failed() -> None:
+    for failed, do in ((1, "llm.base_url"), (2, "mend what the agent failed with")):
+        silent = evidence_of(without_calls=Tally(3, "r"), failed_silently=failed)
+        assert do in findings(silent)["rollouts_without_calls"].advice
+
+
+def test_no_reward_is_missed_before_a_rollout_has_ended() -> None:
+    settings = RunSettings(weights={"tone": 0.5})
+    assert findings(evidence_of(settings=settings, rollouts=0, calls=0)) == {}
+    assert list(findings(evidence_of(settings=settings))) == ["reward_never_given_tone"]
+
+
+def test_what_was_long_ago_is_not_told() -> None:
+    """Something else than in the newest steps went wrong from the second to the fifth."""
+    rows = [
+        metrics_of(n, rollouts__lost_rewards=float(1 < n < 6), tokens__excluded__overlong=min(n, 5) * 100.0)
+        for n in range(1, RECENT + 7)
+    ]
+    assert findings(evidence_of(metrics=rows)) == {}
+    assert set(findings(evidence_of(metrics=rows[:10]))) == {"lost_rewards", "excluded_overlong"}
+
+
+def test_where_teachers_alone_teach_a_group_of_one_lacks_nothing() -> None:
+    alone = steps_of(([1.0], 0.0))
+    assert "groups_of_one" in findings(evidence_of(steps=alone))
+    assert findings(evidence_of(steps=alone, settings=RunSettings(rewards_count=False))) == {}
+
+
+def test_the_rollout_to_look_at_is_the_newest_of_those_that_it_is_about() -> None:
+    two = [step_of(step, *group(step, 0, [1.0, 1.0], 0.0), *group(step, 1, [0.0, 1.0], 1.0)) for step in (1, 2)]
+    cut = msgspec.structs.replace(call_record(None, []), left_out="overlong")
+    for step in two:
+        step.rollouts.append(rollout_record(f"cut-{step.step}", "g2", None, calls=0))
+        step.rollouts[-1].calls["c"] = cut
+    lost = trend("rollouts__lost_rewards", [1.0])
+    more = trend("tokens__excluded__overlong", [20.0])
+    found = findings(evidence_of(steps=two, metrics=[lost[0] | more[0]]))
+    told = {name: finding.rollout for name, finding in found.items()}
+    assert told == {"groups_without_variance": "r2-0-0", "excluded_overlong": "cut-2", "lost_rewards": "r2-0-0"}
+
+
+def test_the_share_of_calls_whose_ids_are_known_is_told() -> None:
+    looked_at = diagnose(evidence_of(seen={"inexact": Tally(100, "r"), "length": Tally(20, "r")})).looked_at
+    assert looked_at["share of calls whose token ids are known"] == 0.9
+    assert looked_at["share of calls cut off by their length"] == 0.02
 
 
 @pytest.mark.long
