@@ -219,6 +219,20 @@ def accumulated(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             {"tools": [{"type": "custom", "name": "code", "description": "SQL", "format": GRAMMAR}]},
             lambda r: r.tools[0]["function"]["description"] == "SQL\nThe input is a text of this grammar:\nstart: A",
         ),
+        (
+            {"tools": [{"type": "local_shell"}, {"type": "local_shell", "description": "In a box."}]},
+            lambda r: (
+                [tool["function"]["description"] for tool in r.tools]
+                == ["Run a command in a shell on this machine.", "In a box."]
+            ),
+        ),
+        (
+            {"tools": [{"type": "apply_patch"}]},
+            lambda r: (
+                r.tools[0]["function"]["parameters"]
+                == {"type": "object", "properties": {"patch": {"type": "string"}}, "required": ["patch"]}
+            ),
+        ),
         ({"tools": [LOOK_UP], "tool_choice": "required"}, lambda r: r.tool_choice == "required"),
         ({"tools": [LOOK_UP], "tool_choice": "none"}, lambda r: r.tool_choice == "none"),
         (
@@ -453,6 +467,7 @@ def test_reasoning_is_read_in_full_where_it_is_there_else_in_summary() -> None:
             {"type": "local_shell_call", "action": {"command": ["bash", "-lc", "$0", "x"]}},
             {"command": "bash -lc '$0' x"},
         ),
+        ({"type": "local_shell_call", "action": {"command": ["bash", "-c", "ls a"]}}, {"command": "bash -c 'ls a'"}),
         (
             {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a.py"}},
             {"patch": "*** Begin Patch\n*** Delete File: a.py\n*** End Patch"},
@@ -469,9 +484,11 @@ def test_a_call_of_a_tool_that_takes_a_text_is_one_of_a_function(
 def test_outputs_of_such_calls_may_lack_what_other_outputs_have() -> None:
     assert messages(
         {"type": "local_shell_call_output", "id": "c", "output": "1"},
+        {"type": "local_shell_call_output", "id": "item", "call_id": "e", "output": "2"},
         {"type": "apply_patch_call_output", "call_id": "d", "status": "completed"},
     ) == [
         {"role": "tool", "tool_call_id": "c", "content": "1"},
+        {"role": "tool", "tool_call_id": "e", "content": "2"},
         {"role": "tool", "tool_call_id": "d", "content": ""},
     ]
 
@@ -487,6 +504,7 @@ def test_outputs_of_such_calls_may_lack_what_other_outputs_have() -> None:
             {"operation": {"type": "delete_file", "path": "a.py"}},
         ),
         ("local_shell", {"cmd": "ls"}, {"type": "function_call", "arguments": '{"cmd": "ls"}'}),
+        ("local_shell", {"command": []}, {"type": "function_call", "arguments": '{"command": []}'}),
         ("local_shell", {"command": ["ls", "-l"]}, {"action": {"type": "exec", "command": ["ls", "-l"], "env": {}}}),
         (
             "apply_patch",
@@ -501,6 +519,41 @@ def test_a_call_holds_the_text_that_its_tool_takes(tool: str, arguments: Any, it
     said = answer(tool_calls=[tool_call("c", name, json.dumps(arguments))])
     [told] = whole(said, tools=[{"type": tool, "name": name}])["output"]
     assert told == told | item
+
+
+SPACE = {
+    "type": "namespace",
+    "name": "db",
+    "tools": [LOOK_UP, {"type": "custom", "name": "sql"}, {"type": "web_search"}],
+}
+
+
+def test_tools_of_a_namespace_are_named_by_it_to_the_model_alone() -> None:
+    """The client's own tool of the same name is another one."""
+    tools = [SPACE, LOOK_UP]
+    read = request(tools=tools)
+    assert [tool["function"]["name"] for tool in read.tools or ()] == ["db__look_up", "db__sql", "look_up"]
+    assert read.ignored_fields == ["tools[0].tools[2]"]
+    names = {"db__look_up": '{"q": "x"}', "db__sql": '{"input": "select 1"}', "look_up": "{}"}
+    made = answer(tool_calls=[tool_call(f"c{n}", *named) for n, named in enumerate(names.items())])
+    output = whole(made, tools=tools)["output"]
+    assert [(item["type"], item["name"], item.get("namespace")) for item in output] == [
+        ("function_call", "look_up", "db"),
+        ("custom_tool_call", "sql", "db"),
+        ("function_call", "look_up", None),
+    ]
+    assert output[1]["input"] == "select 1"
+    [back] = messages(*output)
+    assert [call["function"]["name"] for call in back["tool_calls"]] == [*names]
+
+
+def test_another_kind_of_item_is_not_the_call_that_was_recorded_under_its_id() -> None:
+    """The call was told as one of a function: it says not what is to be run."""
+    made = answer(tool_calls=[called(name="local_shell", cmd="ls")])
+    known = {responses.response_id(CALL_ID): responses.kept(request(), made)}
+    item = {"type": "local_shell_call", "call_id": made.tool_calls[0]["id"], "action": {"command": ["pwd"]}}
+    [_, said] = responses.parse(asked(input=[USER, item]), known).messages
+    assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"command": "pwd"}
 
 
 def test_items_of_one_answer_become_one_message() -> None:
@@ -590,6 +643,16 @@ def test_a_call_that_comes_back_as_it_was_told_is_the_call_that_was_sampled(call
     other = json.loads(json.dumps(item).replace("ls", "rm").replace("print(1)", "2").replace("a.py", "c.py"))
     if other != item:  # the client's own words count
         assert responses.parse(asked(input=[USER, other]), known).messages != [USER, made.message()]
+
+
+def test_of_two_calls_that_come_back_each_is_the_one_of_its_id() -> None:
+    made = answer(
+        tool_calls=[called(number, name="local_shell", command=word) for number, word in enumerate(("ls", "pwd"))]
+    )
+    known = {responses.response_id(CALL_ID): responses.kept(request(), made)}
+    for item, call in zip(whole(made, tools=TOOLS_OF_ALL_KINDS)["output"], made.tool_calls, strict=True):
+        [_, said] = responses.parse(asked(input=[USER, item]), known).messages
+        assert said["tool_calls"] == [call]
 
 
 # ---- continuing a response
