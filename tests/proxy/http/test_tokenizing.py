@@ -1,5 +1,6 @@
 """Long prompts are tokenised in threads; what came before makes none long."""
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ import openai
 import pytest
 
 from lightning_rl_proxy.dialects import chat_completions, completions
+from lightning_rl_proxy.dialects.base import Request
 from lightning_rl_proxy.forest.incremental_decode import DecodedBody
 from lightning_rl_proxy.gateway import Gateway
+from lightning_rl_proxy.http import tokenizing as module
 from lightning_rl_proxy.http.tokenizing import Tokenizing
 from lightning_rl_proxy.rendering.base import Renderer
 from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
@@ -71,6 +74,85 @@ def test_what_came_before_is_not_new_where_a_format_writes_each_message_apart(
     first, second = LARGE[:5000], LARGE[1:5001]
     assert is_long(LARGE, "3", first) is not apart
     assert is_long(LARGE, "3", first, "4", second) is not apart
+
+
+def asked(*said: Any, read: int = 0, **fields: Any) -> tuple[Request, DecodedBody]:
+    """A request of messages, of which the first `read` were in an earlier one."""
+    messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, said, strict=False)]
+    given = {"model": MODEL, "messages": messages, **fields}
+    request = msgspec.structs.replace(chat_completions.parse(given), known=read)
+    return request, DecodedBody(msgspec.json.encode(given), given, messages[:read])
+
+
+def test_of_messages_that_were_read_before_those_that_are_new_count() -> None:
+    tokenizing = Tokenizing(renderer_of(None), lambda: None, 1)
+    for long, new in ((False, "short"), (True, LARGE), (True, [{"type": "text", "text": LARGE}])):
+        assert tokenizing.is_long(*asked(LARGE, "3", new, read=2)) is long
+
+
+@pytest.mark.parametrize("template", [None, NO_SYSTEM], ids=["apart", "together"])
+def test_where_nothing_is_known_the_whole_body_counts(template: str | None) -> None:
+    tokenizing = Tokenizing(renderer_of(template), lambda: None, 1)
+    for _ in range(2):
+        assert tokenizing.is_long(*asked("how many?", user="me" * 5000))
+
+
+def test_what_was_asked_least_lately_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_KNOWN", 3)  # two messages, and what stands before both: nothing
+    tokenizing = Tokenizing(renderer_of(None), lambda: None, 1)
+    first, second, third = (asked(LARGE + end) for end in "abc")
+    tokenizing.remember(first[0])
+    tokenizing.remember(second[0])
+    assert not tokenizing.is_long(*first)
+    tokenizing.remember(third[0])
+    assert [tokenizing.is_long(*one) for one in (first, second, third)] == [False, True, False]
+
+
+def test_where_parts_are_not_kept_or_images_are_shown_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeing, forgetful = renderer_of(HERMES), renderer_of(HERMES)
+    monkeypatch.setattr(seeing, "vision", object())
+    monkeypatch.setattr(forgetful.tokenizer._texts, "_cuts", None)
+    for renderer in (seeing, forgetful):
+        tokenizing = Tokenizing(renderer, lambda: None, 1)
+        tokenizing.remember(asked(LARGE)[0])
+        assert tokenizing.is_long(*asked(LARGE))
+
+
+def test_a_prompt_is_bounded_by_the_context_of_now_and_a_short_one_needs_no_thread() -> None:
+    contexts = iter([None, 7])
+    tokenizing = Tokenizing(renderer_of(None), lambda: next(contexts), 1)
+
+    async def bounds() -> list[tuple[int | None, bool]]:
+        def seen() -> tuple[int | None, bool]:
+            in_thread = threading.current_thread() is not threading.main_thread()
+            return tokenizing.renderer.tokenizer.long_texts.context, in_thread
+
+        return [await tokenizing.of_body(seen, size) for size in (9000, 8192, 9000)]
+
+    assert asyncio.run(bounds()) == [(None, True), (None, False), (7, True)]
+
+
+def test_whoever_is_cancelled_waits_until_its_prompt_is_tokenised() -> None:
+    tokenizing = Tokenizing(renderer_of(None), lambda: None, 1)
+    begun, go, done = threading.Event(), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        go.wait()
+        done.set()
+
+    async def cancelled() -> bool:
+        task = asyncio.ensure_future(tokenizing.in_thread(work))
+        await asyncio.to_thread(begun.wait)
+        task.cancel()
+        await asyncio.sleep(0)
+        waits = not task.done()
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return waits and done.is_set()
+
+    assert asyncio.run(cancelled())
 
 
 def test_a_long_prompt_that_its_client_wrote_itself_is_long_whatever_came_before() -> None:
