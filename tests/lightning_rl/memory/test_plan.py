@@ -10,12 +10,12 @@ from transformers import AutoModelForSequenceClassification, DeepseekV3Config, Q
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
 from lightning_rl.memory import plan
-from lightning_rl.memory.budget import PARTS, budget
+from lightning_rl.memory.budget import PARTS, Budget, budget
 from lightning_rl.memory.choices import MemoryPlanner
 from lightning_rl.memory.engine import cache_bytes
-from lightning_rl.memory.gpus import FRAGMENTATION, GIB, Hardware, card, stated
+from lightning_rl.memory.gpus import FRAGMENTATION, GIB, Gpu, Hardware, card, stated
 from lightning_rl.memory.plan import DoesNotFit, Plan, bar, budgets, refuse_what_cannot_fit
-from lightning_rl.memory.speed import _passed
+from lightning_rl.memory.speed import Speed, _passed, speed
 from lightning_rl.memory.traced_step import Held, TracedStep
 from lightning_rl.sft_algorithm import as_trained
 from tests.lightning_rl.memory.models import ONE_LAYER, QWEN_7B, QWEN_15B
@@ -278,6 +278,72 @@ def test_a_bar_is_as_long_as_its_parts() -> None:
     parts = dict.fromkeys(PARTS, 0) | {"weights": 12, "optimizer": 6, "others": 6}
     assert bar(parts, 48).rstrip() == "W" * 12 + "O" * 6 + "." * 6
     assert len(bar(parts, 12)) == 96  # beyond the card
+
+
+# 32 rollouts of 2048 + 2048 tokens at two servers, of a model of 1e9 parameters; a token of its cache has 28672 bytes.
+BYTES = 2e9 + 10 * 2048 * 28672  # of the weights, and of the caches of ten rows, half full in the mean
+FORWARD = 2e9 + 2 * 28 * 1536 * 4096  # operations of a token
+
+
+def speed_of(*words: str, flops: float = 1e14, at_once: int = 10, **more: Any) -> Speed:
+    """On a card of 1 TB/s, or on one that is twice as fast in all."""
+    config = configured(
+        "data.train_batch_size=4", f"{ROLLOUT}data_parallel_size=2", f"{ROLLOUT}dtype=bfloat16",
+        f"{MODEL}enable_gradient_checkpointing=false", *words,
+    )  # fmt: skip
+    hardware = Hardware(Gpu(80 * GIB, (flops, 2 * flops), (1e12, 2e12)))
+    return speed(config, QWEN_15B, TracedStep(10**9, HELD, **more), Budget(hardware, [], at_once=at_once))
+
+
+def test_sampling_reads_or_computes_whichever_takes_longer_and_waits_between_two_tokens() -> None:
+    read = BYTES / 0.4e12 + 0.008, BYTES / 1.6e12 + 0.002
+    assert speed_of().sampled == pytest.approx([20 / seconds for seconds in read])
+    computed = 2e10 / 0.2e12 + 0.008, 2e10 / 0.9e12 + 0.002
+    assert speed_of(flops=1e12).sampled == pytest.approx([20 / seconds for seconds in computed])
+
+
+@pytest.mark.parametrize(
+    ("words", "at_once", "rows"),
+    [
+        ([], 0, 16),  # a cache that nobody has counted holds all
+        ([], 100, 16),
+        ([f"{ROLLOUT}max_num_seqs=3"], 100, 3),
+        (["data.train_batch_size=5", f"{ROLLOUT}n=1"], 100, 3),  # of five, at two servers
+        ([f"{ROLLOUT}name=embedded", f"{ROLLOUT}data_parallel_size=1"], 100, 32),
+    ],
+)
+def test_as_many_rows_are_sampled_at_once_as_are_asked_for_and_have_room(
+    words: list[str], at_once: int, rows: int
+) -> None:
+    servers = 1 if any("embedded" in word for word in words) else 2
+    seconds = (2e9 + rows * 2048 * 28672) / 0.4e12 + 0.008
+    assert speed_of(*words, at_once=at_once).sampled[0] == pytest.approx(rows * servers / seconds)
+
+
+@pytest.mark.parametrize(
+    ("words", "more", "passes"),
+    [
+        ([], {}, 3 + 1),
+        ([f"{MODEL}enable_gradient_checkpointing=true"], {}, 4 + 1),
+        ([f"{MODEL}lora_rank=8"], {}, 2 + 1),
+        ([f"{ACTOR}ppo_epochs=2"], {}, 6 + 1),
+        ([], {"reference": HELD}, 3 + 2),
+        ([f"{ACTOR}ppo_epochs=2", "critic.model.enable_gradient_checkpointing=false"], {"critic": HELD}, 6 + 6 + 2),
+        (["critic.ppo_epochs=2", "critic.model.enable_gradient_checkpointing=true"], {"critic": HELD}, 3 + 8 + 2),
+    ],
+)
+def test_training_passes_each_token_through_the_models_so_many_times(
+    words: list[str], more: dict[str, Any], passes: int
+) -> None:
+    found = speed_of(*words, **more)
+    assert found.trained == pytest.approx((0.2e14 / (passes * FORWARD), 0.9e14 / (passes * FORWARD)))
+
+
+def test_a_step_samples_its_responses_and_trains_all_of_its_tokens() -> None:
+    found, four = speed_of(), speed_of("trainer.n_gpus_per_node=4")
+    fast, slow = (32 * 2048 / found.sampled[end] + 32 * 4096 / found.trained[end] for end in (1, 0))
+    assert found.step == pytest.approx((fast, slow))
+    assert four.trained[0] == pytest.approx(4 * found.trained[0])
 
 
 def test_of_experts_those_count_as_work_that_a_token_goes_through() -> None:
