@@ -122,6 +122,27 @@ def test_a_tool_call_is_written_in_the_students_format_and_means_the_same(tmp_pa
     assert (said["function"]["name"], json.loads(said["function"]["arguments"])) == ("look", {"at": "a"})
 
 
+@pytest.mark.parametrize("finish_reason", ["stop", "tool_calls", None])
+def test_an_answer_that_was_not_cut_has_its_end(finish_reason: str | None, tmp_path: Path, renderer: Renderer) -> None:
+    written = StudentFormat(renderer).write(trace(tmp_path, [record("r", finish_reason=finish_reason)]))
+    assert written.calls[0].response_ids[-1] in renderer.stop_token_ids
+
+
+def test_a_conversation_that_is_rendered_anew_follows_none_that_was_sampled_otherwise(
+    tmp_path: Path, renderer: Renderer
+) -> None:
+    """An answer that nobody sampled stands between the two."""
+    prompt, end = renderer.render([{"role": "user", "content": "question 0"}], None), renderer.stop_token_ids[0]
+    said = [*(token for letter in "select 1" for token in renderer.tokenizer.encode(letter)), end]
+    first, second = conversation("r", ["select 1", "done"], vocabulary=renderer.tokenizer.vocabulary_digest())
+    first |= {"prompt_token_ids": prompt, "response_token_ids": said, "exact": True}
+    between = [{"role": role, "content": "why?"} for role in ("user", "assistant", "user")]
+    written = StudentFormat(renderer).write(trace(tmp_path, [first, second | {"messages": between}]))
+    messages = [*first["messages"], *first["answer"], *between]
+    assert (written.as_sampled, written.calls[1].parent_id) == (1, None)
+    assert written.calls[1].prompt_ids == renderer.render(messages, None)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -1,5 +1,6 @@
 """Which traces are learned from, and what becomes of the tokens of the others."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from lightning_rl.inspect.export import export
 from lightning_rl.sft import examples, traces
 from lightning_rl.sft.examples import Examples
 from lightning_rl.sft.traces import TracedCall
+from lightning_rl.trajectories.token_account import ConservationError
 from lightning_rl_proxy.rendering.load import load_renderer
 from tests.lightning_rl.inspect import runs
 
@@ -135,6 +137,12 @@ def test_whole_groups_are_held_out(tmp_path: Path) -> None:
     assert found.metrics(0)["tokens/excluded/held_out"] == held_out > 0
     trained = sum(one.tokens for one in found.trained)
     assert found.metrics(2)["tokens/pending"] == trained - 2
+
+
+def test_an_account_that_does_not_balance_is_an_error() -> None:
+    lost = Examples(read=5, excluded=Counter(overlong=3))
+    with pytest.raises(ConservationError, match=r"of 5 tokens of the traces 0 are trained, 0 held out and 3 excluded"):
+        lost.metrics(0)
 
 
 @pytest.mark.parametrize(("share", "groups"), [(0.0, 0), (0.3, 1), (1.0, 1)])
