@@ -111,3 +111,50 @@ def test_what_scripts_set_and_compute_of_names_is_as_in_bash(tmp_path: Path) -> 
         'python -m verl.trainer.main_ppo name=$(basename /a/b.sh .sh) file=$(basename "$DATA/") "$@"\n'
     )
     assert command(tmp_path, text, DATA="/a/c.parquet").overrides == ["name=b", "file=c.parquet", "data.seed=7"]
+
+
+def test_paths_are_computed_as_the_scripts_own_commands_would(tmp_path: Path) -> None:
+    text = """
+source activate.sh
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+cd sub
+python -m verl.trainer.main_ppo here=$HERE up=$(dirname file) at=$(pwd)
+"""
+    assert command(tmp_path, text).overrides == [f"here={tmp_path}", "up=.", f"at={Path.cwd() / 'sub'}"]
+
+
+def test_what_other_commands_would_say_is_taken_for_no(tmp_path: Path) -> None:
+    text = "python3 -c 'import flash_attn' && X=yes || X=no\npython -m verl.trainer.main_ppo x=$X\n"
+    assert command(tmp_path, text).overrides == ["x=no"]
+
+
+def test_what_a_script_takes_in_is_not_carried_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("activate").write_text("exit 0\n")
+    text = "source activate\nulimit -n 0\npython -m verl.trainer.main_ppo x=1\n"
+    assert command(tmp_path, text).overrides == ["x=1"]
+
+
+def test_a_script_that_stops_at_the_first_failure_is_read_to_its_end(tmp_path: Path) -> None:
+    assert command(tmp_path, "set -euo pipefail\nfalse\npython -m verl.trainer.main_ppo_sync x=${UNSET} y=1\n") == (
+        ["x=", "y=1"],
+        None,
+    )
+
+
+def test_a_text_that_only_names_verl_is_no_command(tmp_path: Path) -> None:
+    text = "python -m verl.trainer.main_ppo a='verl.is a name' b='x > y' > log.txt\n"
+    assert command(tmp_path, text).overrides == ["a=verl.is a name", "b=x > y"]
+
+
+def test_a_configuration_above_the_script_or_where_one_stands_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (script := tmp_path / "examples" / "deep" / "run.sh").parent.mkdir(parents=True)
+    script.write_text("python -m verl.trainer.main_ppo --config-path=config --config-name=mine.yaml a=1\n")
+    for place in (tmp_path / "config", tmp_path / "here" / "config"):
+        place.mkdir(parents=True)
+        (place / "mine.yaml").write_text("{}")
+    assert verl_script.command_of(script, {}).config == tmp_path / "config" / "mine.yaml"
+    monkeypatch.chdir(tmp_path / "here")
+    assert verl_script.command_of(script, {}).config == Path("config/mine.yaml")
