@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -65,6 +66,11 @@ def test_equal_answers_are_asked_about_once_and_share_a_place(service: Service) 
 def test_where_there_is_nothing_to_compare_nobody_is_asked(service: Service, answers: list[str]) -> None:
     assert judge_at(service)(group(*answers)) == [0.5] * len(answers)
     assert service.requests == []
+
+
+def test_a_rollout_that_is_alone_keeps_what_its_agent_gave_it(service: Service) -> None:
+    alone = msgspec.structs.replace(finished("42"), rewards={"reward": 0.75, "tone": 1.0})
+    assert judge_at(service)([alone]) == [0.75]
 
 
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=6).filter(lambda sizes: sizes != [1]))
