@@ -1,13 +1,15 @@
 """A run that was cut off while it graded goes on as if it had not been."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_rl.config.schema import CustomRewardFunction, Judge, RewardSection
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.rewards.training_rewards import Grader
-from lightning_rl.store.contract import Finish, Reward, RolloutRequest
+from lightning_rl.store.contract import ErrorInfo, Finish, Reward, RolloutRequest
 
 
 class CutOff(Exception):
@@ -48,3 +50,32 @@ def test_a_group_that_was_graded_in_part_is_graded_by_what_its_agents_gave(serve
         graded(Cut(store))
     assert graded(store) == graded(store) == [-1.0, 0.0, 1.0]
     assert [store.rollout(rollout_id).reward for rollout_id in ids] == [-1.0, 0.0, 1.0]
+
+
+def test_rollouts_whose_agents_failed_are_not_graded(served: Any) -> None:
+    store = served.client()
+    store.enqueue([RolloutRequest(task=None, rollout_id=each, group_id="g") for each in ("ends", "fails")])
+    for claim in store.claim("w", limit=2):
+        failed = claim.rollout.rollout_id == "fails"
+        end = Finish(status="failed", error=ErrorInfo(type="E", message="no")) if failed else Finish(status="succeeded")
+        store.finish(claim.rollout.rollout_id, claim.attempt.attempt_id, end)
+    asked: list[list[str]] = []
+
+    def half(rollouts: Sequence[FinishedRollout]) -> list[float]:
+        asked.append([rollout.rollout_id for rollout in rollouts])
+        return [0.5] * len(rollouts)
+
+    found = Grader(half, concurrency=1).graded([*store.traces(["ends", "fails"]).values()], store, "policy")
+    assert asked == [["ends"]]
+    assert {trace.rollout.rollout_id: trace.rollout.reward for trace in found} == {"ends": 0.5, "fails": None}
+
+
+def test_a_function_of_a_file_is_called_in_the_callers_thread_and_what_is_given_goes_before(tmp_path: Path) -> None:
+    (file := tmp_path / "score.py").write_text("def compute_score(**told): return 1.0")
+    named = RewardSection(custom_reward_function=CustomRewardFunction(path=str(file)), judge=Judge(concurrency=3))
+    of_file, given = Grader.of(named, None), Grader.of(named, above_the_mean)
+    assert of_file is not None
+    assert given is not None
+    assert (of_file._concurrency, given._concurrency) == (1, 3)
+    assert given.reward is above_the_mean
+    assert Grader.of(RewardSection(), None) is None
