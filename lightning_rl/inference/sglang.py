@@ -40,7 +40,7 @@ class ScoresRefused(Explained, RuntimeError):
         self.status = status
 
 
-class _Reply(msgspec.Struct):
+class _SglangReply(msgspec.Struct):
     success: bool
     message: str = ""
 
@@ -213,9 +213,9 @@ def update_from_disk(url: str, folder: Path, version: int, *, seconds: float = 6
         )
 
 
-def _reply_of(body: bytes) -> _Reply | None:
+def _reply_of(body: bytes) -> _SglangReply | None:
     try:
-        return msgspec.json.decode(body, type=_Reply)
+        return msgspec.json.decode(body, type=_SglangReply)
     except msgspec.DecodeError:
         return None
 

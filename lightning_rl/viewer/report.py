@@ -32,20 +32,20 @@ class TooLarge(Explained, RuntimeError):
     """A report would not open everywhere."""
 
 
-class NotWritten(Explained, RuntimeError):
+class ReportRefused(Explained, RuntimeError):
     """A report would take the place of a file of its run."""
 
 
 def write(run_dir: Path, output: Path) -> Path:
     """Write the report of a run to `output`, in a folder to REPORT in it; its path.
 
-    Raises NotRecorded; TooLarge where nothing can be left out that would make it small enough; NotWritten.
+    Raises NotRecorded; TooLarge where nothing can be left out that would make it small enough; ReportRefused.
     """
     if not run_folder.is_run(run_dir):
         raise NotRecorded(f"{run_dir.resolve()} holds no run: there is neither a {STORE} nor a metrics.jsonl in it")
     output = output / REPORT if output.is_dir() else output
     if is_a_runs_own(output, run_dir, REPORT):
-        raise NotWritten(f"{output} is a file of the run: name another for its report")
+        raise ReportRefused(f"{output} is a file of the run: name another for its report")
     with _read(run_dir) as run:
         wanted = _PAIRS
         while True:
