@@ -122,7 +122,7 @@ def _of_reward_model(config: Config) -> int:
     config_of_it = model_config(model.model_path, "reward.reward_model.model_path")
     try:
         with torch.device("meta"):
-            made = AutoModelForSequenceClassification.from_config(config_of_it, trust_remote_code=False)
+            made = AutoModelForSequenceClassification.from_config(config_of_it)
     except ValueError as error:
         raise ConfigError(f"reward.reward_model.model_path={model.model_path!r}: {error}") from error
     return int(made.num_parameters()) * FORMATS[model.dtype].itemsize
