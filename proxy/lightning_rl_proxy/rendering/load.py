@@ -50,14 +50,13 @@ def load_renderer(
         raise FileNotFoundError(f"{tokenizer_path} holds no tokenizer.json")
     tokenizer = FastTokenizer(tokenizer_path, special_tokens_in_text)
     vision = vision_of(tokenizer_path)
+    kwargs = dict(chat_template_kwargs or {})
     resolved = name
     if name == "auto" and vision is None:
         named = MODEL_RENDERER_MAP.get(model) or tokenizer.renderer
-        own = dict(chat_template_kwargs or {})
-        resolved = named or _renderer_of_namesake(tokenizer_path, tokenizer, model, own) or "template"
+        resolved = named or _renderer_of_namesake(tokenizer_path, tokenizer, model, kwargs) or "template"
     elif name == "auto":
         resolved = "template"
-    kwargs = dict(chat_template_kwargs or {})
     if resolved == "template":
         return _template_renderer(tokenizer_path, tokenizer, model, history, kwargs, vision)
     try:
