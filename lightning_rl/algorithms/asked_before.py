@@ -1,11 +1,14 @@
-"""Rollouts that a run asked for before it was cut off, and asks for again when it is resumed with other keys.
+"""Rollouts that a run asked for before it was cut off, and asks for again when it is resumed.
 
-Invariant: what the store holds is kept. A rollout runs, and is trained on, as it was asked for first; one of another
-task is an error.
+Invariant: what the store holds is kept. A rollout runs, and is trained on, as it was asked for first, also where the
+run is resumed with other keys; one of another task is an error. Groups that were lost to infrastructure are sampled
+anew, beside what was lost.
 """
 
 import logging
+import re
 from collections.abc import Sequence
+from itertools import groupby
 
 import msgspec
 
@@ -21,6 +24,39 @@ class OtherTask(Explained, ValueError):
     """A run that goes on asks for a rollout of another task than before."""
 
     comes_again = True
+
+
+def with_lost_groups_anew(requests: Sequence[RolloutRequest], store: RunStore) -> list[RolloutRequest]:
+    """The requests, group by group, and behind those of a group that the store holds as lost whole to infrastructure
+    the same under other ids. What was lost stays asked for: it counts in the account of tokens, and trains nothing."""
+    return [
+        request
+        for _, group in groupby(requests, key=lambda request: request.group_id)
+        for request in _until_not_lost(list(group), store)
+    ]
+
+
+def _until_not_lost(group: list[RolloutRequest], store: RunStore) -> list[RolloutRequest]:
+    if not all(_is_lost(str(request.rollout_id), store) for request in group):
+        return group
+    return group + _until_not_lost([again(request) for request in group], store)
+
+
+def again(request: RolloutRequest) -> RolloutRequest:
+    """The same under another id, where what was asked for before is lost: `again.NAME`, then `again2.NAME`, ..."""
+    prefix, dot, name = str(request.rollout_id).partition(".")
+    if not (before := re.fullmatch(r"again(\d*)", prefix)):
+        return msgspec.structs.replace(request, rollout_id=f"again.{request.rollout_id}")
+    return msgspec.structs.replace(request, rollout_id=f"again{int(before[1] or 1) + 1}{dot}{name}")
+
+
+def _is_lost(rollout_id: str, store: RunStore) -> bool:
+    """Whether infrastructure failed on every attempt of a rollout that was asked for."""
+    try:
+        there = store.rollout(rollout_id)
+    except NotFound:
+        return False
+    return there.status == "failed" and there.counting_attempt_id is None
 
 
 def as_asked_before(requests: Sequence[RolloutRequest], store: RunStore) -> list[RolloutRequest]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from lightning_rl.algorithms.asked_before import again
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.evaluation import Evaluation, evaluate
 from lightning_rl.config import ConfigError
@@ -205,7 +206,7 @@ class Baseline(Algorithm):
             and trace.counting is None
             and trace.rollout.created_at * 1e9 < self.began_ns
         ]
-        anew = [msgspec.structs.replace(requests[at], rollout_id=f"again.{requests[at].rollout_id}") for at in lost]
+        anew = [again(requests[at]) for at in lost]
         for at, trace in zip(lost, self._measured(anew) if anew else [], strict=True):
             traces[at] = trace
         return traces

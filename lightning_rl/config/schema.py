@@ -1227,9 +1227,10 @@ class TrainerSection(Section, frozen=True):
     all_failed: Annotated[
         Literal["stop", "go_on"],
         effect(
-            "when in every rollout of a step the agent fails, gives no reward, or makes no call, or in most of them "
-            "its calls seem to go by another's URL: stop: the run ends, with the first traceback; go_on: failures and "
-            "lacking rewards count as algorithm.agent_failure says"
+            "when in every rollout of a step the agent fails, gives no reward, or makes no call, in most of them its "
+            "calls seem to go by another's URL, or infrastructure failed on every attempt of all: stop: the run ends, "
+            "with the first traceback (a run that is resumed samples anew what infrastructure lost); go_on: failures "
+            "and lacking rewards count as algorithm.agent_failure says"
         ),
     ] = "stop"
     max_restarts: Annotated[

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from lightning_rl.algorithms.asked_before import with_lost_groups_anew
 from lightning_rl.algorithms.base import Algorithm, Dataset
 from lightning_rl.algorithms.watchdog import Watchdog
 from lightning_rl.config.schema import Config, FilterGroups
@@ -49,8 +50,9 @@ _log = logging.getLogger(__name__)
 class Purpose:
     """What the rollouts of one request have in common.
 
-    Their ids begin with `name` and end with `run`: a run that is resumed requests the same ones, and no other run has
-    them. What they are sampled with does not depend on `run`. Without `resources_id` they get the latest resources.
+    Their ids begin with `name`, behind `again.` where an earlier session lost them, and end with `run`: a run that is
+    resumed requests the same ones, and no other run has them. What they are sampled with does not depend on `run`.
+    Without `resources_id` they get the latest resources.
     `ahead`: another step than `step` may train them.
     """
 
@@ -344,12 +346,16 @@ class Collector:
         )
 
     def _requests(self, purpose: Purpose, tasks: Tasks, n: int) -> tuple[list[RolloutRequest], list[RolloutRequest]]:
-        """`n` rollouts of each task, and the greedy ones that they are compared with."""
-        sampled = requests(self._config, purpose, tasks, n)
-        if purpose.mode != "train" or self._greedy_resources is None:
-            return sampled, []
-        greedy = replace(purpose, name=f"{_GREEDY}{purpose.name}", resources_id=self._greedy_resources)
-        return sampled, requests(self._config, greedy, tasks, 1)
+        """`n` rollouts of each task, and the greedy ones that they are compared with; where a run is resumed also what
+        it had asked for and lost."""
+        sampled, greedy = requests(self._config, purpose, tasks, n), list[RolloutRequest]()
+        if purpose.mode == "train" and self._greedy_resources is not None:
+            compared = replace(purpose, name=f"{_GREEDY}{purpose.name}", resources_id=self._greedy_resources)
+            greedy = requests(self._config, compared, tasks, 1)
+        if self._algorithm.resume:
+            store = self._algorithm.store
+            return with_lost_groups_anew(sampled, store), with_lost_groups_anew(greedy, store)
+        return sampled, greedy
 
     def _without_greedy(self, group: list[Trajectory]) -> list[Trajectory]:
         self._note_greedy([trajectory for trajectory in group if _is_greedy(trajectory)])

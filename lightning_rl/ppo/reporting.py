@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import fmean
 from time import perf_counter
 from typing import Literal
 
@@ -101,7 +102,7 @@ class Reporter:
         history.append({"step": float(step), **metrics})
         for tracker in self._trackers:
             tracker.log(step, metrics)
-        if "critic/score/mean" in metrics:
+        if "rollouts/rows" in metrics:
             self._findings.look(history)
 
     def write_record(self, record: StepRecord, policy: str) -> None:
@@ -149,8 +150,12 @@ def skipped(batch: StepBatch, step: int, rule: FilterGroups, policy: str = "") -
     for part in batch.parts:
         reasons.update(part.trajectory.excluded, **part.excluded)
     tokens = ", ".join(f"{n} tokens excluded as {reason}" for reason, n in sorted(reasons.items()))
-    without_calls = sum(part.trajectory.calls == 0 for part in batch.parts)
-    why = [f"{without_calls} of {len(batch.parts)} rollouts made no call"] * bool(without_calls)
+    kinds = Counter(
+        "were lost to infrastructure" if part.trajectory.lost else "made no call"
+        for part in batch.parts
+        if part.trajectory.lost or part.trajectory.calls == 0
+    )
+    why = [f"{count} of {len(batch.parts)} rollouts {what}" for what, count in sorted(kinds.items())]
     why += [tokens] * bool(tokens)
     if "not_selected" in reasons:
         why.append(f"algorithm.train_agents or PPO(select=...) chooses among calls of {_agents(batch)}")
@@ -200,14 +205,13 @@ def staleness(trajectories: Sequence[Trajectory], policy_version: int) -> dict[s
 
 def policy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """What a policy did in rollouts, and what it counted with."""
-    rewards = [t.reward for t in trajectories if t.reward is not None] or [0.0]
-    return {
-        "critic/score/mean": float(np.mean(rewards)),
-        "critic/score/max": float(np.max(rewards)),
-        "critic/score/min": float(np.min(rewards)),
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    scores = {"mean": fmean(rewards), "max": max(rewards), "min": min(rewards)} if rewards else {}
+    return {f"critic/score/{name}": value for name, value in scores.items()} | {
         "num_turns/mean": float(np.mean([t.calls for t in trajectories] or [0])),
         "response_length/mean": float(np.mean([t.sampled_tokens for t in trajectories] or [0])),
-    } | {f"rollouts/reward/{name}": value for name, value in named_rewards(trajectories).items()}
+        **{f"rollouts/reward/{name}": value for name, value in named_rewards(trajectories).items()},
+    }
 
 
 def named_rewards(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -23,6 +23,10 @@ class AllFailed(Explained, RuntimeError):
     comes_again = True  # the rollouts are stored
 
 
+class InfrastructureFailed(Explained, RuntimeError):
+    """No rollout of a step could be made: what agents need, as the policy's engine, was not there."""
+
+
 _NO_REWARD = (
     "return a number, or call emit_reward; where a loop of the library runs, name a function that judges it: "
     "reward.custom_reward_function.path"
@@ -91,7 +95,8 @@ class Problems:
 
     def check(self, when: str, trajectories: Sequence[Trajectory]) -> None:
         """Raises AllFailed where nothing can be learned from any of these rollouts: the agent failed (with the first
-        traceback), gave no reward, or made no call; and where most calls seem to be recorded with other rollouts."""
+        traceback), gave no reward, or made no call; and where most calls seem to be recorded with other rollouts.
+        Raises InfrastructureFailed where that failed on every attempt of all."""
         mixed_up = _maybe_called_as_others(trajectories)
         if mixed_up >= max(_MANY, len(trajectories) / 2):
             raise AllFailed(
@@ -102,8 +107,17 @@ class Problems:
             self._check_successes(when, trajectories)
         errors = [trajectory.error for trajectory in trajectories]
         first = errors[0] if errors else None
-        if first is None or any(error is None or error.infrastructure for error in errors):
+        if first is None or any(error is None or error.infrastructure != first.infrastructure for error in errors):
             return
+        if first.infrastructure:
+            last = errors[-1] or first
+            message = _shown(last.message.strip() or "(no message)", _LONGEST_MESSAGE)
+            raise InfrastructureFailed(
+                f"{when}: infrastructure failed on every attempt of all {len(errors)} rollouts, last in "
+                f"{trajectories[-1].rollout_id}:\n\n{last.type}: {message}\n\nMend it, and resume the run, which "
+                "samples them anew; to go on without them, set trainer.all_failed=go_on. All tracebacks are in "
+                f"{self._run_dir / 'runner-*.log'}"
+            )
         text = _shown(first.traceback.rstrip() or f"{first.type}: {first.message}", _LONGEST_TRACEBACK)
         raise AllFailed(
             f"{when}: the agent failed in all {len(errors)} rollouts, first in {trajectories[0].rollout_id}:\n\n{text}"

@@ -69,6 +69,11 @@ class Trajectory(msgspec.Struct, kw_only=True):
     spoken: dict[str, SpokenCall] = {}
     of_policies: "dict[str, Trajectory]" = {}
 
+    @property
+    def lost(self) -> bool:
+        """Whether infrastructure failed on every attempt."""
+        return self.error is not None and self.error.infrastructure
+
     def of(self, policy: str) -> "Trajectory":
         """What a policy learns from: of several the part of that name, else the whole."""
         return self.of_policies.get(policy, self)

@@ -41,14 +41,14 @@ class ConsoleTracker:
             self._progress.console.print(f"[bold]step {step:>4}[/]  {self._validation}")
         if "sft/loss" in metrics:
             self._step(step, f"loss {metrics['sft/loss']:.4f}  {self._validation}", metrics)
-        if "critic/score/mean" not in metrics:
+        if (calls := metrics.get("perf/calls_per_s")) is None:
             return
-        reward, calls = metrics["critic/score/mean"], metrics["perf/calls_per_s"]
+        reward = f"{metrics['critic/score/mean']:.3f}" if "critic/score/mean" in metrics else "-"
         failed = int(metrics.get("rollouts/agent_failed", 0))
         wrong = f"  {failed} failed" if failed else ""
         self._step(
             step,
-            f"reward {reward:.3f}{wrong}  {self._validation}  {calls:.{0 if calls >= 9.5 else 1}f} calls/s",
+            f"reward {reward}{wrong}  {self._validation}  {calls:.{0 if calls >= 9.5 else 1}f} calls/s",
             metrics,
         )
 

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from lightning_rl.algorithms.asked_before import OtherTask
+from lightning_rl.algorithms.asked_before import OtherTask, with_lost_groups_anew
 from lightning_rl.algorithms.baseline import Baseline
-from lightning_rl.store.contract import Finish, RolloutConfig, RolloutRequest
+from lightning_rl.store.contract import ErrorInfo, Finish, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict
 from tests.lightning_rl.control_plane.conftest import served
 
@@ -35,6 +36,27 @@ def test_what_was_asked_for_before_is_as_it_was_then(served: Any, caplog: pytest
         "2 rollouts (the first is ended) were asked for before the run was cut off, with other keys ("
     )
     assert "(timeout_seconds 600.0 -> 100.0, the model's sampling parameters, or prompts): they run" in told
+
+
+def test_of_groups_that_were_lost_whole_others_are_asked_for_until_one_is_not(served: Any) -> None:
+    algorithm = Baseline("m", base_url="http://127.0.0.1:9/v1")
+    algorithm.store = store = served.client()
+    store.publish({}, "then")
+    once, all_ids = RolloutConfig(max_attempts=1), ("kept", "kept_lost", "lost", "lost_too")
+    asked = [
+        msgspec.structs.replace(request, config=once, group_id=str(request.rollout_id)[:4])
+        for request in requests(*all_ids)
+    ]
+    for times in range(3):
+        asked_now = with_lost_groups_anew(asked, store)
+        assert [request.rollout_id for request in asked_now] == ["kept", "kept_lost"] + [
+            before + name for before in ("", "again.", "again2.")[: times + 1] for name in all_ids[2:]
+        ]
+        algorithm.ask(asked_now)
+        for claim in store.claim("w", limit=9):
+            gone = claim.rollout.rollout_id != "kept"
+            error = ErrorInfo(type="E", message="gone", infrastructure=gone)
+            store.finish(claim.rollout.rollout_id, claim.attempt.attempt_id, Finish(status="failed", error=error))
 
 
 def test_a_rollout_of_another_task_is_an_error_that_names_both(served: Any) -> None:

@@ -2,11 +2,13 @@
 
 import asyncio
 import zlib
+from pathlib import Path
 from typing import Any
 
 import openai
 
 import lightning_rl as lrl
+from lightning_rl.errors import InfrastructureError
 
 
 @lrl.rollout
@@ -121,3 +123,12 @@ async def plan_by_tags_alone(task: int, llm: lrl.LLM) -> float:
     plan = await _said(llm.for_agent("planner"), f"plan {task}", model="any")
     done = await _said(llm.for_agent("executor"), f"do {task}: {plan}", model="any")
     return _by_text(plan + done)
+
+
+@lrl.rollout
+async def needs_service(service: str, llm: lrl.LLM) -> float:
+    """Calls, and rewards itself with 1; infrastructure fails while the file `service` is not there."""
+    await _said(llm, "which service?")
+    if not Path(service).exists():
+        raise InfrastructureError(f"{service} is not there")
+    return 1.0

@@ -18,8 +18,9 @@ from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.training import checkpoint
 from lightning_rl.trajectories import step_record
+from lightning_rl.trajectories.run_warnings import InfrastructureFailed
 from lightning_rl_adapters.call import calls_of
-from tests.lightning_rl.ppo.agents import says_something, straggles
+from tests.lightning_rl.ppo.agents import needs_service, says_something, straggles
 from tests.lightning_rl.ppo.test_ppo import config
 
 pytestmark = pytest.mark.e2e
@@ -108,6 +109,37 @@ class UpdatesLast(BeforeUpdates):
         rollouts = self.parts.rollouts
         if rollouts.in_flight is not None and (waiting := rollouts.in_flight.waiting):
             assert rollouts.ended(waiting, wait_seconds=60)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["sync", "async"])
+def test_a_step_that_infrastructure_loses_ends_the_run_which_samples_it_anew_when_it_is_resumed(
+    tmp_path: Path, schedule: str
+) -> None:
+    class OutageInStep2(lrl.PPO):
+        def on_step_begin(self) -> None:
+            if self.step == 2:
+                service.unlink()
+
+    service, run_dir = tmp_path / "service", tmp_path / "run"
+    service.touch()
+    threshold = 1 if schedule == "async" else None
+    keys = given(schedule, save_freq=1, max_off_policy_threshold=threshold, resume_mode="auto")
+    trainer = lrl.Trainer(needs_service, run_dir=run_dir)
+    with pytest.raises(
+        InfrastructureFailed, match=r"step \d: .* of all 8 rollouts.*\n.*\n.*service is not there"
+    ) as lost:
+        trainer.fit(OutageInStep2(keys), [str(service)] * 12)
+    assert "resume_mode=auto" in lost.value.__notes__[0]
+    made = len(rows_of(run_dir))
+    with pytest.raises(InfrastructureFailed, match=f"step {made + 1}: .* rollouts, last in again\\.train-"):
+        trainer.fit(lrl.PPO(keys), [str(service)] * 12)
+    service.touch()
+    trainer.fit(lrl.PPO(keys), [str(service)] * 12)
+    rows = rows_of(run_dir)
+    assert_conserved(rows)
+    assert rows[-1]["tokens/excluded/infrastructure"] > 0
+    assert [row["critic/score/mean"] for row in rows] == [1.0] * STEPS
 
 
 @pytest.mark.smoke

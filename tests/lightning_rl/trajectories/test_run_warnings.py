@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_rl.store.contract import ErrorInfo
-from lightning_rl.trajectories.run_warnings import AllFailed, Problems
+from lightning_rl.trajectories.run_warnings import AllFailed, InfrastructureFailed, Problems
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl_adapters import forest
 from lightning_rl_adapters.credit import Rewards
@@ -163,6 +163,14 @@ def test_a_step_of_which_nothing_can_be_learned_ends_the_run(
     problems.check("step 1", [trajectory(), trajectory(**what), failed("a")])
     problems.check("step 1", [failed("gone", infrastructure=True), trajectory(**what)])
     problems.check("step 1", [failed("a"), failed("gone", infrastructure=True)])
+
+
+def test_a_step_that_was_lost_to_infrastructure_ends_the_run_which_may_go_on(problems: Problems) -> None:
+    text = r"step 1: infrastructure failed on every attempt of all 2 rollouts, last in r:\s+ValueError: gone\s+Mend it"
+    with pytest.raises(InfrastructureFailed, match=text) as raised:
+        problems.check("step 1", [failed("gone", infrastructure=True)] * 2)
+    assert not raised.value.comes_again
+    problems.check("step 1", [failed("gone", infrastructure=True), trajectory()])
     problems.check("step 1", [])
 
 
