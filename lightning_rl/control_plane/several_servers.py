@@ -185,7 +185,8 @@ class SeveralServers:
         """See `RunStore`."""
         resume = functools.partial(HttpStore.resume, model=model, policy_version=policy_version)
         with self._lock:
-            self._updates.pop(("pause", model), None)
+            for update in [update for update in self._updates if model in (None, update[1]) and update[0] == "pause"]:
+                del self._updates[update]
             if policy_version is not None:
                 self._updates["version", model] = resume
         return self._together(resume)

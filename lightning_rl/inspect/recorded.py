@@ -100,6 +100,8 @@ def opened(run_dir: Path) -> Iterator[sa.Connection]:
             _copy(run_dir, store)
         if not store.is_file():
             raise NotRecorded(f"{run_dir.resolve()} holds no run: there is no {STORE} in it; name a run's folder")
+        if not (store.stat().st_size or _wal(store).exists()):
+            raise NotRecorded(f"{store.resolve()} is empty: no run has begun in this folder; name another")
         yield close.enter_context(_reading(store))
 
 

@@ -66,9 +66,9 @@ class RewardModel:
     def placed(self) -> Iterator[None]:
         """The model is on its device within the block, and within others that go on: a step is scored in one."""
         with self._placing:
-            self._blocks += 1
-            if self._blocks == 1:
+            if not self._blocks:
                 self._model.to(self._device)
+            self._blocks += 1
         try:
             yield
         finally:

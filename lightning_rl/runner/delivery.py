@@ -30,7 +30,7 @@ class SpanDelivery:
             "content-type": "application/x-protobuf",
             "content-encoding": "gzip",
         }
-        self._pool = urllib3.PoolManager(maxsize=connections, retries=False, timeout=_SECONDS)
+        self._pool = urllib3.PoolManager(maxsize=connections, retries=False)
 
     def __call__(self, emitted: Sequence[SpansOf]) -> None:
         """Send the spans of attempts, several in a request. What is refused is given up, and all that is left when the
@@ -59,9 +59,10 @@ class SpanDelivery:
         # Messages of protobuf whose fields are lists are joined by writing one behind the other.
         body = gzip.compress(b"".join(batch.otlp for _, batch in together), compresslevel=1)
         end = time.monotonic() + _SECONDS
-        while time.monotonic() < end:
+        while (seconds := end - time.monotonic()) > 0:
             try:
-                status = self._pool.request("POST", self._url, body=body, headers=self._headers).status
+                limit = urllib3.Timeout(total=seconds)
+                status = self._pool.request("POST", self._url, body=body, headers=self._headers, timeout=limit).status
             except urllib3.exceptions.HTTPError:
                 return None
             if status not in _TRY_AGAIN:

@@ -403,7 +403,8 @@ class HttpStore:
                 timeout=urllib3.Timeout(connect=5, read=wait_seconds + _ANSWER_SECONDS),
             )
         except urllib3.exceptions.HTTPError as error:
-            raise Unreachable(f"{method} {self._root + path}: {error}") from error
+            cause = error.reason if isinstance(error, urllib3.exceptions.MaxRetryError) else error
+            raise Unreachable(f"{method} {self._root + path}: {cause}") from error
 
 
 class _WhileOpen(urllib3.Retry):

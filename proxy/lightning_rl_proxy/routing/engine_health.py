@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import Callable, Collection
 
 from lightning_rl_proxy.engines.base import Engine, EngineRefused, EngineUnavailable
@@ -16,6 +17,7 @@ from lightning_rl_proxy.routing.load_balancer import EnginePool, Replica
 
 _AWAY_SECONDS = 1.0  # between two checks of an engine that is away
 _EVERY = 5  # so many times more seldom one that is well is checked
+_SILENT_SECONDS = 30.0  # a busy engine may be that slow, and what it has computed would be lost
 _ORDER_SECONDS = 30.0  # which an engine has to go on after a pause
 _log = logging.getLogger(__name__)
 
@@ -44,6 +46,7 @@ class EngineHealth:
                         self._checking(pool, replica)
                     if replica.trouble is None:
                         self._ask_load(replica)
+                _free_calls(pool)
             self._checked()
             await asyncio.sleep(_AWAY_SECONDS)
 
@@ -191,3 +194,11 @@ class EngineHealth:
         now = pool.away(replica)
         if (before is None) != (now is None):
             _log.warning("engine %s is %s", replica.name, "well again" if now is None else f"away: {now}")
+
+
+def _free_calls(pool: Engines) -> None:
+    """Let calls that wait for the first token of an engine that has long been silent go on to one that is well."""
+    latest = time.monotonic() - _SILENT_SECONDS
+    for replica in pool.replicas if pool.well() else ():
+        while replica.trouble is not None and replica.silent_since < latest and replica.without_token:
+            replica.without_token.pop().reschedule(0)

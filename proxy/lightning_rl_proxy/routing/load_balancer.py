@@ -5,6 +5,8 @@ model's. Whoever speaks for an engine's weights (a registration, a resume) is be
 than it did then: it was started anew, or given others.
 """
 
+import asyncio
+import time
 from collections.abc import Collection
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -38,18 +40,21 @@ class ModelLoad(NamedTuple):
 class Replica(Generic[T]):
     """One engine (or chat backend) of a model. `name` is never given again.
 
-    `trouble` is why it does not answer, `reported` the version of its weights that it reported when they were last
-    believed to be known, `absent` whether it did not answer at some time since the last pause began. `epoch` counts the
-    times that somebody spoke for its weights. `load` is what it said last of its queue, `borne` how many calls it was
-    seen to bear; None while it bore them all.
+    `trouble` is why it does not answer, from `silent_since` (monotonic) on, `reported` the version of its weights that
+    it reported when they were last believed to be known, `absent` whether it did not answer at some time since the last
+    pause began. `epoch` counts the times that somebody spoke for its weights. `load` is what it said last of its queue,
+    `borne` how many calls it was seen to bear; None while it bore them all. `without_token` ends the wait of calls that
+    have no token yet.
     """
 
     def __init__(self, name: str, engine: T) -> None:
         self.name = name
         self.engine = engine
         self.in_flight = 0
+        self.without_token: set[asyncio.Timeout] = set()
         self.used = 0
         self.trouble: str | None = None
+        self.silent_since = 0.0
         self.strikes = 0
         self.reported: int | None = None
         self.epoch = 0
@@ -83,6 +88,8 @@ class Replica(Generic[T]):
 
     def lose(self, why: str) -> None:
         """It does not answer."""
+        if self.trouble is None:
+            self.silent_since = time.monotonic()
         self.trouble, self.absent = why, True
 
     def strike(self, why: str) -> None:

@@ -190,8 +190,9 @@ class Router:
 
         `take` is given the tokens that come, and says whether more are wanted; where not, or on cancellation, the
         engine's work is aborted. `home` is the engine that has the conversation so far in its cache; None for a new
-        one. Waits while the model is paused. An engine that fails before it gave a token is left for another one, each
-        once. Raises EngineUnavailable, EngineRefused or PromptTooLong.
+        one. Waits while the model is paused. An engine that fails before it gave a token, or is silent for long while
+        another one is well, is left for another one, each once. Raises EngineUnavailable, EngineRefused or
+        PromptTooLong.
         """
         tried: list[Replica[Engine]] = []
         self._calls[model] += 1
@@ -202,12 +203,16 @@ class Router:
                 generation.begin(engine, request.sampling)
                 tried.append(replica)
                 failure: EngineUnavailable | None = None
+                first = asyncio.timeout(None)  # over where the engine stays silent before its first token
+                replica.without_token.add(first)
                 try:
-                    async with aclosing(engine.generate(request)) as parts:
+                    async with first, aclosing(engine.generate(request)) as parts:
                         async for part in parts:
                             if isinstance(part, EngineFinish):
                                 generation.end(part)
                                 continue
+                            if part.token_ids:
+                                replica.without_token.discard(first)
                             self.received[model] += len(part.token_ids)
                             generation.add(part, engine.policy_version if part.version is None else part.version)
                             if not take(part):
@@ -215,7 +220,12 @@ class Router:
                 except EngineUnavailable as error:
                     self._watch.lost(pool, replica, str(error))
                     failure = error
+                except TimeoutError:
+                    if not first.expired():
+                        raise
+                    failure = EngineUnavailable(pool.away(replica) or f"engine {replica.name} was away")
                 finally:
+                    replica.without_token.discard(first)
                     self._left(replica)
                 if failure is None and generation.finish_reason not in (None, "abort"):
                     if generation.versions and epoch == replica.epoch:

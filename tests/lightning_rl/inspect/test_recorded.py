@@ -176,6 +176,9 @@ def test_what_is_not_there_is_one_line(run_dir: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "empty holds no run: there is no store.db in it; name a run's folder" in refusal("--run-dir", str(empty))
+    (empty / "store.db").touch()
+    assert "store.db is empty: no run has begun in this folder; name another" in refusal("--run-dir", str(empty))
+    (empty / "store.db").unlink()
     assert "gone holds no run" in refusal("--run-dir", str(tmp_path / "gone"))
     assert list(empty.iterdir()) == []
     assert not (tmp_path / "gone").exists()

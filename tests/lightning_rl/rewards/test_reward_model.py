@@ -85,6 +85,23 @@ def test_the_model_is_placed_once_for_all_groups_of_a_step(folder: Path, monkeyp
     assert moved == ["cpu", "cpu"]
 
 
+def test_a_model_for_which_there_was_no_room_is_placed_when_it_is_asked_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reward, moved = RewardModel(str(folder), device="cpu"), list[str]()
+
+    def to(device: object) -> None:
+        moved.append(str(device))
+        if len(moved) == 1:
+            raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(reward._model, "to", to)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        reward([finished("4")])
+    assert reward([finished("4")]) != []
+    assert moved == ["cpu", "cpu", "cpu"]
+
+
 def test_a_rollout_without_a_call_has_nothing_to_score(folder: Path) -> None:
     silent = msgspec.structs.replace(finished(""), messages=[])
     assert RewardModel(str(folder))([silent]) == [0.0]

@@ -257,6 +257,40 @@ def test_a_call_that_dies_before_its_first_token_is_answered_by_another_engine(s
     run(work)
 
 
+def test_a_call_without_a_token_leaves_an_engine_that_stays_silent_for_one_that_is_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine_health, "_AWAY_SECONDS", 0.001)
+    monkeypatch.setattr(engine_health, "_SILENT_SECONDS", 0.0)
+
+    class Silent(Engine):
+        async def generate(self, request: TokenRequest) -> AsyncGenerator[EngineTokens | EngineFinish]:
+            if request.request_id != HELD:
+                await self.never.wait()
+            async for part in super().generate(request):
+                yield part
+
+    async def work() -> None:
+        silent, other = Silent(), Engine()
+        router = routing(silent, other)
+        has_a_token = Held(router, silent)
+        await has_a_token.begin()
+        waits = asyncio.create_task(sample(router, home=silent))
+        silent.well = other.well = False
+        watching = asyncio.create_task(router.watch())
+        await asyncio.sleep(0.02)
+        assert not waits.done(), "no other engine is well"
+        other.well = True
+        generation = await waits
+        assert (generation.served_by, generation.token_ids) == (other, [1, 2, 3])
+        assert [told["in_flight"] for told in router.engines().values()] == [1, 0]
+        assert router.received["m"] == 5
+        watching.cancel()
+        await has_a_token.end()
+
+    run(work)
+
+
 def test_a_call_that_is_broken_off_without_a_token_begins_anew_elsewhere() -> None:
     class Empty(Engine):
         async def generate(self, *args: Any, **more: Any) -> AsyncGenerator[EngineTokens | EngineFinish]:
