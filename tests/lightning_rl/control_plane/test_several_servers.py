@@ -243,7 +243,11 @@ def test_a_server_that_was_started_anew_in_time_goes_on_with_its_own(servers: li
         two.start()
         assert store.pause(MODEL, mode="keep")["models"][MODEL]["paused"], "one that does not know the run learns of it"
         assert two.store.state()["models"][MODEL]["paused"]
-        store.resume(MODEL)
+        store.resume()
+        two.send(signal.SIGKILL)
+        two.start()
+        until(store, lambda: MODEL in two.store.state()["models"])
+        assert not two.store.state()["models"][MODEL]["paused"], "the pause of one model ended with those of all"
         assert [attempt.status for attempt in store.rollout(claim.rollout.rollout_id).attempts] == ["lost"]
         assert names(play(two)) == set(run.ids("b0", "b1"))
         assert names(play(one)) == set(run.ids("a0", "a1"))
