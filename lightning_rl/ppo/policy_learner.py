@@ -300,6 +300,7 @@ class PolicyLearner:
             with timed(timing, "update_critic"), memory_advice(self.config, step):
                 metrics |= models.actor.update(plan, values_alone=True)
         if not warming_up:
+            self.parts.weights.begin_training()
             with timed(timing, "update_actor"), memory_advice(self.config, step):
                 metrics |= models.actor.update(plan)
                 models.average_teachers()

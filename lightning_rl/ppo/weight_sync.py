@@ -4,6 +4,7 @@ Invariant: every pause has a lease, so a trainer that dies in the middle does no
 """
 
 import logging
+import threading
 
 from lightning_rl.config.schema import Config
 from lightning_rl.inference.sglang import SGLangPolicy
@@ -26,22 +27,29 @@ class WeightSync:
         self._models = models
         # Rollouts in flight continue over the update: to drain them would be what `sync` does.
         self._mode = "drain" if config.trainer.schedule == "sync" else "keep"
+        self._pausing = threading.Lock()
+        self._held = False  # calls wait for the trainer
 
     def publish(self, version: int) -> None:
         """Give the engine the trained weights as policy version `version`, while calls wait at the gateway."""
-        self._store.pause(self._models.policy.name, mode=self._mode, lease_seconds=_LEASE_SECONDS)
+        self._hold(self._mode)
         self.restore(version)
 
     def restore(self, version: int) -> None:
         """Give the engine the weights while no call is running, and let calls through again."""
         self._models.send_weights(version)
-        self._store.resume(self._models.policy.name, version)
+        self._let_through(version)
+
+    def begin_training(self) -> None:
+        """The weights change from here on, until they are published."""
+        if isinstance(self._models.policy, VllmPolicy):
+            self._models.policy.begin_training()
 
     def sleep(self) -> None:
         """Free the memory of an engine on the trainer's GPU for the update."""
         policy = self._models.policy
         if isinstance(policy, VllmPolicy) and policy.sleeps:
-            self._store.pause(policy.name, lease_seconds=_LEASE_SECONDS)
+            self._hold("drain")
             policy.sleep()
 
     def wake(self) -> None:
@@ -50,21 +58,34 @@ class WeightSync:
         policy = self._models.policy
         if isinstance(policy, VllmPolicy) and policy.sleeps:
             policy.wake()
-            self._store.resume(policy.name)
+            self._let_through(None)
         if isinstance(policy, VllmPolicy | SGLangPolicy):
             policy.prove()
 
     def watch_outages(self) -> None:
-        """Let calls wait at the gateway while the run's own engine restarts, rather than fail."""
+        """Let calls wait at the gateway while all servers of vLLM are away, rather than fail."""
         if isinstance(self._models.policy, VllmPolicy):
             self._models.policy.on_outage = self._on_outage
+
+    def _hold(self, mode: str) -> None:
+        with self._pausing:
+            self._held = True
+        self._store.pause(self._models.policy.name, mode=mode, lease_seconds=_LEASE_SECONDS)
+
+    def _let_through(self, version: int | None) -> None:
+        with self._pausing:
+            self._held = False
+            self._store.resume(self._models.policy.name, version)
 
     def _on_outage(self, outage: bool) -> None:
         name = self._models.policy.name
         try:
-            if outage:
-                self._store.pause(name, deadline_seconds=0, lease_seconds=_LEASE_SECONDS)
-            else:
-                self._store.resume(name)
+            with self._pausing:
+                if self._held:  # until the trainer lets calls through
+                    return
+                if outage:
+                    self._store.pause(name, deadline_seconds=0, lease_seconds=_LEASE_SECONDS)
+                else:
+                    self._store.resume(name)
         except StoreError as error:  # calls fail, and agents are told to retry
             _log.warning("calls do not wait for the engine that starts again: %s", error)

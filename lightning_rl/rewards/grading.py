@@ -8,8 +8,8 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from urllib.parse import urlsplit
 
@@ -32,28 +32,44 @@ _log = logging.getLogger(__name__)
 
 
 def grade(reward: GroupReward, groups: Sequence[Sequence[FinishedRollout]], *, concurrency: int) -> list[Graded]:
-    """The rewards of all groups, in their order; at most `concurrency` groups at once, each in a thread.
+    """The rewards of all groups, in their order; see `as_graded`."""
+    graded = dict(as_graded(reward, groups, concurrency=concurrency))
+    return [graded[place] for place in range(len(groups))]
 
-    With a concurrency of 1 all is done in the caller's thread. The first error ends it: no further group is begun.
+
+def as_graded(
+    reward: GroupReward, groups: Sequence[Sequence[FinishedRollout]], *, concurrency: int
+) -> Iterator[tuple[int, Graded]]:
+    """The place of each group among `groups` with its rewards, as soon as it is graded; at most `concurrency` groups at
+    once, each in a thread.
+
+    With a concurrency of 1 all is done in the caller's thread. The first error ends it, after those that are graded by
+    then: no further group is begun.
 
     Raises:
         RewardError: naming the group or the rollout, for a result of another length or what is no reward.
     """
     with reward.placed() if isinstance(reward, RewardModel) else nullcontext():
-        return _of_all(reward, groups, concurrency)
+        if concurrency == 1:
+            for place, group in enumerate(groups):
+                yield place, _graded(reward, group)
+        else:
+            yield from _in_threads(reward, groups, concurrency)
 
 
-def _of_all(reward: GroupReward, groups: Sequence[Sequence[FinishedRollout]], concurrency: int) -> list[Graded]:
-    if concurrency == 1:
-        return [_graded(reward, group) for group in groups]
+def _in_threads(
+    reward: GroupReward, groups: Sequence[Sequence[FinishedRollout]], concurrency: int
+) -> Iterator[tuple[int, Graded]]:
     threads = ThreadPoolExecutor(concurrency, thread_name_prefix="rewards")
     try:
-        futures = [threads.submit(_graded, reward, group) for group in groups]
-        done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-        for future in futures:
-            if future in done:
-                future.result()  # raises what the first of them raised
-        return [future.result() for future in futures]
+        places = {threads.submit(_graded, reward, group): place for place, group in enumerate(groups)}
+        open_futures, failed = set(places), list[Future[Graded]]()
+        while open_futures and not failed:
+            done, open_futures = wait(open_futures, return_when=FIRST_COMPLETED)
+            failed = [future for future in done if future.exception() is not None]
+            yield from ((places[future], future.result()) for future in done if future not in failed)
+        for future in failed:
+            future.result()
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
 

@@ -3,6 +3,7 @@
 They are late rewards of their attempts, under ids of their own: a run that goes on finds them and asks nobody again.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
@@ -11,11 +12,13 @@ from msgspec.structs import replace
 from lightning_rl.config.schema import RewardSection
 from lightning_rl.rewards import FinishedRollout, GroupReward
 from lightning_rl.rewards.finished import finished_rollout
-from lightning_rl.rewards.grading import before_grading, from_config, grade, graded_before, late_rewards
+from lightning_rl.rewards.grading import as_graded, before_grading, from_config, graded_before, late_rewards
 from lightning_rl.rewards.reward_model import RewardModel
-from lightning_rl.store.contract import RolloutTrace
+from lightning_rl.store.contract import Reward, RolloutTrace
 from lightning_rl.store.rewards import with_late_rewards
 from lightning_rl.store.run_store import RunStore
+
+_SAVE_SECONDS = 1.0  # between two times that rewards are given to the store, while groups are graded
 
 
 class Grader:
@@ -55,17 +58,21 @@ class Grader:
                 if not graded_before(counting.rewards):
                     attempts[finished.rollout_id] = counting.attempt.attempt_id
         ungraded = [group for group in groups.values() if any(finished.rollout_id in attempts for finished in group)]
-        late = {
-            finished.rollout_id: late_rewards(named)
-            for group, rewards in zip(
-                ungraded, grade(self.reward, ungraded, concurrency=self._concurrency), strict=True
-            )
-            for finished, named in zip(group, rewards, strict=True)
-            if finished.rollout_id in attempts
-        }
-        store.add_late_rewards(
-            {(rollout_id, attempts[rollout_id]): reward_list for rollout_id, reward_list in late.items()}
-        )
+        late: dict[str, list[Reward]] = {}
+        unsaved: dict[tuple[str, str], list[Reward]] = {}
+        saved = time.monotonic()
+        try:
+            for place, rewards in as_graded(self.reward, ungraded, concurrency=self._concurrency):
+                for finished, named in zip(ungraded[place], rewards, strict=True):
+                    if (attempt_id := attempts.get(finished.rollout_id)) is not None:
+                        late[finished.rollout_id] = late_rewards(named)
+                        unsaved[finished.rollout_id, attempt_id] = late[finished.rollout_id]
+                if time.monotonic() - saved >= _SAVE_SECONDS:
+                    store.add_late_rewards(unsaved)
+                    unsaved, saved = {}, time.monotonic()
+        finally:  # what was paid for is kept, also where a later group cannot be graded
+            if unsaved:
+                store.add_late_rewards(unsaved)
         return [
             with_late_rewards(trace, late[trace.rollout.rollout_id]) if trace.rollout.rollout_id in late else trace
             for trace in traces

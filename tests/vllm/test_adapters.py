@@ -110,7 +110,7 @@ def test_nothing_that_another_version_computed_is_used_again(both: tuple[Adapted
     planner.model.load_state_dict(first)
     planner.send()
     assert planner.gap() < 1e-3
-    listed = planner.policy.replicas.members[0].control._adapters()
+    listed = planner.policy.replicas.members[0].control.adapters()
     assert {name for name in listed if name.startswith("planner@")} == {
         f"planner@{planner.version - i}" for i in range(4)
     }

@@ -11,6 +11,8 @@ from lightning_rl.errors import Explained
 from lightning_rl.inference.weights.check import SampledTokens
 
 _SECONDS = 600.0  # a large file is read from a slow disk
+_WORD_SECONDS = 30.0  # for what it only has to say
+_CONNECT_SECONDS = 10.0
 _WITH_ADAPTERS = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 # After an error vLLM cuts the connection: each question has its own.
 _HEADERS = {"content-type": "application/json", "connection": "close"}
@@ -37,7 +39,7 @@ class Control:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        self._pool = urllib3.PoolManager(maxsize=16, retries=False, timeout=urllib3.Timeout(connect=10, read=_SECONDS))
+        self._pool = urllib3.PoolManager(maxsize=16, retries=False)
 
     def initialise(self, info: Any) -> None:
         """Make weights receivable; `info` is as the server's backend wants it.
@@ -88,11 +90,16 @@ class Control:
 
     def unload_adapter(self, name: str) -> None:
         """Take no more requests of that name, where there is one; those under way end with it."""
-        if name in self._adapters():
+        if name in self.adapters():
             self._send("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
-    def _adapters(self) -> set[str]:
-        return {each["id"] for each in self._ask("GET", "/v1/models")["data"]}
+    def adapters(self) -> set[str]:
+        """The names that it samples, of adapters too. Raises VllmRefused and Unreached."""
+        return {each["id"] for each in self._ask("GET", "/v1/models", seconds=_WORD_SECONDS)["data"]}
+
+    def weight_version(self) -> str:
+        """The label of its weights, `default` where it was given none. Raises VllmRefused and Unreached."""
+        return str(self._ask("GET", "/weight_info", seconds=_WORD_SECONDS)["weight_version"])
 
     def world_size(self) -> int:
         """Processes that hold a share of its weights."""
@@ -139,18 +146,19 @@ class Control:
             advice = "; start it with VLLM_SERVER_DEV_MODE=1 and the plugin, as docs/engines.md says" if unable else ""
             raise WeightsRefused(f"{error}{advice}") from error
 
-    def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        content = self._send(method, path, body) or b"{}"
+    def _ask(self, method: str, path: str, body: Any = None, seconds: float = _SECONDS) -> dict[str, Any]:
+        content = self._send(method, path, body, seconds) or b"{}"
         try:
             answer: dict[str, Any] = msgspec.json.decode(content, type=dict)
         except msgspec.DecodeError as error:  # of a proxy before it
             raise Unreached(f"vLLM at {self.url}{path} answers with no JSON object: {content[:200]!r}") from error
         return answer
 
-    def _send(self, method: str, path: str, body: Any = None) -> bytes:
+    def _send(self, method: str, path: str, body: Any = None, seconds: float = _SECONDS) -> bytes:
         sent = None if body is None else json.dumps(body).encode()
+        limits = urllib3.Timeout(connect=_CONNECT_SECONDS, read=seconds)
         try:
-            response = self._pool.request(method, self.url + path, body=sent, headers=_HEADERS)
+            response = self._pool.request(method, self.url + path, body=sent, headers=_HEADERS, timeout=limits)
         except urllib3.exceptions.HTTPError as error:
             raise Unreached(f"vLLM at {self.url}{path} does not answer: {error}") from error
         if response.status != 200:

@@ -95,6 +95,7 @@ class VllmPolicy:
         self.replicas.policies.append(self)
         self._version: int | None = None
         self._asleep = False
+        self._in_training = False
         self._proven = False
         self._transfer: Transfer = transfer_of(options.weight_transfer, self._outbox, _FORMATS[options.dtype])
 
@@ -138,12 +139,19 @@ class VllmPolicy:
         own = weights if isinstance(weights, WeightStream) else as_saved(self.model, stream_of(weights))
         with self.replicas.lock:
             self._transfer.offer(own, version)
-            self._version = version
+            self._version, self._in_training = version, False
             self._wake_and_give()
         while all(member.away for member in self._members):
             self.check()
             self.replicas.over.wait(WATCH_SECONDS)
+        self.replicas.recovered()
         self._compare()
+
+    def begin_training(self) -> None:
+        """The model's weights change from here on, until `update_weights`: a server that comes back meanwhile cannot
+        be given them where each is sent from the model itself."""
+        with self.replicas.lock:
+            self._in_training = True
 
     def prove(self) -> None:
         """Compare what servers sample with what the model says, where that was never done. Raises EngineMismatch."""
@@ -189,9 +197,12 @@ class VllmPolicy:
             self.make_room("weights")
             for member in self._members:
                 self._order(member, lambda control: control.wake("weights"))
-        well = [member for member in self._members if not member.away]
-        with ThreadPoolExecutor(max(len(well), 1)) as pool:
-            list(pool.map(self._give, well))
+        with ThreadPoolExecutor(len(self._members)) as pool:
+            try:
+                list(pool.map(self._give, self._members))
+            except (KeyboardInterrupt, SystemExit):
+                self.replicas.over.set()  # nobody is waited for any longer
+                raise
         if self._asleep:
             self.make_room("kv_cache")
             for member in self._members:
@@ -207,13 +218,20 @@ class VllmPolicy:
         self.replicas.close()
         shutil.rmtree(self._outbox, ignore_errors=True)
 
-    def renew(self, member: Member) -> None:
+    def has_weights(self, control: Control) -> bool:
+        """See `SampledPolicy`. A server that sleeps gets weights when it wakes."""
+        return self._transfer.is_given(control) or self._version is None or self._asleep
+
+    def renew(self, control: Control) -> bool:
         """See `SampledPolicy`."""
-        self._transfer.forget(member.control)
+        self._transfer.forget(control)
+        if self._in_training and self._transfer.sends_the_model:
+            return False
         if self._asleep:  # its GPU is the trainer's now
-            self._order(member, self._put_to_sleep)
-        elif not member.away:
-            self._give(member)
+            self._put_to_sleep(control)
+        elif self._version is not None:
+            self._transfer.give(control)
+        return True
 
     def tell_outage(self, away: bool) -> None:
         """See `SampledPolicy`."""
@@ -229,16 +247,7 @@ class VllmPolicy:
             self._order(member, self._transfer.give)
 
     def _order(self, member: Member, order: Callable[[Control], None]) -> None:
-        """Have one server do something, unless it is away. One of ours that does not answer is the watcher's."""
-        if member.away:
-            return
-        try:
-            order(member.control)
-        except Unreached:
-            if member.server is None:
-                raise
-            member.away = True
-            member.server.stop()
+        self.replicas.order(member, order, self._transfer.forget)
 
     def _prove(self, member: Member, score: LogProbs, version: int) -> None:
         """Compare a server's log probabilities with the model's, unless it is paused. One of ours may have ended."""

@@ -1,18 +1,25 @@
 """The vLLM servers of a run, ours or others': one policy is sampled by them, or several whose adapters they have.
 
-Invariant: a server that ended is started again, and takes calls only when it has the present weights of every policy.
+Invariant: a server that was started again, by us or (where it is not ours) by others, takes calls only when it has the
+present weights of every policy.
 """
 
+import itertools
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lightning_rl.inference.vllm.control import Control
+from lightning_rl.inference.vllm.control import Control, Unreached, VllmRefused
 from lightning_rl.inference.vllm.server import VllmNotStarted
 
 _RESTARTS = 3  # of one server; what ends it more often will not go away by itself
 WATCH_SECONDS = 0.5
+_LOOK_EVERY = 4  # so many times more seldom a server that is not ours is asked whether it has the weights
+_SILENT_SECONDS = 1.0  # without an answer, after which it is away
+_AWAY_SECONDS = 600.0  # that it may take to come back: the start of a server with a large model takes minutes
+_AGAIN_SECONDS = 2.0  # between two orders to it meanwhile
 _log = logging.getLogger(__name__)
 
 
@@ -36,20 +43,29 @@ class OwnServer(Protocol):
 
 
 class Member:
-    """A server, ours or (`server` None) somebody else's; one that is `away` has ended, or not taken its weights yet."""
+    """A server, ours or (`server` None) somebody else's; one that is `away` has ended, or not taken its weights yet.
+
+    `silent_since` is when one that is not ours first did not answer, by `time.monotonic`; None: it answers.
+    """
 
     def __init__(self, url: str, server: OwnServer | None) -> None:
         self.server = server
         self.control = Control(url)
         self.away = False
         self.restarts = 0
+        self.silent_since: float | None = None
 
 
 class SampledPolicy(Protocol):
     """A policy that is sampled by the servers."""
 
-    def renew(self, member: Member) -> None:
-        """Give a server that was started again the present weights, under `Replicas.lock`."""
+    def has_weights(self, control: Control) -> bool:
+        """Whether a server has what it was given last. Raises Unreached or VllmRefused."""
+        ...
+
+    def renew(self, control: Control) -> bool:
+        """Give a server that was started again the present weights, under `Replicas.lock`. False where they are in
+        training, so that the next update gives it what comes of them. Raises WeightsRefused or Unreached."""
         ...
 
     def tell_outage(self, away: bool) -> None:
@@ -66,6 +82,7 @@ class Replicas:
         self.lock = threading.Lock()  # of the present weights, and of who has them
         self.over = threading.Event()
         self._failed: Exception | None = None
+        self._outage = False
         self._watcher = threading.Thread(target=self._watch, name="vLLM's watcher", daemon=True)
 
     def start(self) -> None:
@@ -83,6 +100,42 @@ class Replicas:
         """Raise what ended a server for good, when something has."""
         if self._failed is not None:
             raise self._failed
+
+    def order(self, member: Member, order: Callable[[Control], None], forget: Callable[[Control], None]) -> None:
+        """Have a server do something. One of ours that is away, or does not answer, is the watcher's.
+
+        One that is not ours is waited for: it is told again, after `forget` of what it was told before, since it may
+        have been started anew. Raises Unreached when it does not answer for `_AWAY_SECONDS`.
+        """
+        if member.server is not None:
+            if not member.away:
+                try:
+                    order(member.control)
+                except Unreached:
+                    member.away = True
+                    member.server.stop()
+            return
+        began, waited = time.monotonic(), False
+        while True:
+            try:
+                order(member.control)
+            except Unreached as error:
+                if time.monotonic() - began > _AWAY_SECONDS:
+                    raise _gone(error) from error
+                if not waited:
+                    _log.warning("%s; the update waits for it, up to %.0f s", error, _AWAY_SECONDS)
+                waited = True
+                if self.over.wait(_AGAIN_SECONDS):
+                    raise
+                forget(member.control)
+            else:
+                member.away, member.silent_since = False, None
+                return
+
+    def recovered(self) -> None:
+        """Servers were given weights: calls need not wait any longer, where they did since no server was left."""
+        if self._outage and any(not member.away for member in self.members):
+            self._tell_outage(False)
 
     def close(self) -> None:
         """Stop the servers that are ours."""
@@ -105,37 +158,88 @@ class Replicas:
     # The watcher's thread.
 
     def _watch(self) -> None:
-        """Start again what has ended; what prevents that, whatever it is, is for `check` to raise."""
-        while not self.over.wait(WATCH_SECONDS):
+        """Start again what has ended, and look at what others start again; what prevents that, whatever it is, is for
+        `check` to raise."""
+        for turn in itertools.count():
+            if self.over.wait(WATCH_SECONDS):
+                return
             for member in self.members:
-                if member.server is not None and not member.server.runs:
-                    try:
+                try:
+                    if member.server is None:
+                        if turn % _LOOK_EVERY == 0:
+                            self._look_at(member)
+                    elif not member.server.runs:
                         self._revive(member, member.server)
-                    except Exception as error:  # noqa: BLE001  # a full disk, say
-                        if not self.over.is_set():
-                            self._failed = error
+                except Exception as error:  # noqa: BLE001  # a full disk, say
+                    if not self.over.is_set():
+                        self._failed = error
+                    return
+
+    def _look_at(self, member: Member) -> None:
+        """Ask a server that is not ours whether it has the present weights; one that was started anew is given them."""
+        try:
+            if not self._has_weights(member):
+                self._lose(member)
+                with self.lock:  # which an update may have held that gave them
+                    if not self._has_weights(member) and not self._renew(member):
                         return
+                _log.warning("vLLM at %s was started anew, and has the present weights", member.control.url)
+            elif member.away:
+                _log.warning("vLLM at %s answers again", member.control.url)
+        except (Unreached, VllmRefused) as error:
+            now = time.monotonic()
+            member.silent_since = member.silent_since or now
+            if now - member.silent_since > _AWAY_SECONDS and all(each.away for each in self.members):
+                raise _gone(error) from error
+            if now - member.silent_since >= _SILENT_SECONDS and not member.away:
+                _log.warning(
+                    "%s; it is waited for, up to %.0f s, and then given the present weights", error, _AWAY_SECONDS
+                )
+                self._lose(member)
+        else:
+            member.away, member.silent_since = False, None
+            self.recovered()
+
+    def _has_weights(self, member: Member) -> bool:
+        return all(policy.has_weights(member.control) for policy in self.policies)
+
+    def _renew(self, member: Member) -> bool:
+        given = [policy.renew(member.control) for policy in self.policies]
+        return all(given)
+
+    def _lose(self, member: Member) -> None:
+        """A server is away: calls wait, where no other one is left."""
+        member.away = True
+        if not self._outage and all(each.away for each in self.members):
+            self._tell_outage(True)
 
     def _revive(self, member: Member, server: OwnServer) -> None:
-        member.away = True
         why, member.restarts = server.why(), member.restarts + 1
         if member.restarts > _RESTARTS:
             raise VllmNotStarted(f"it ended {member.restarts} times; the last time: {why}")
         _log.warning("%s\nit is started again (%d of %d times)", why, member.restarts, _RESTARTS)
-        alone = all(each.away for each in self.members)
-        if alone:
-            self._tell_outage(True)
+        self._lose(member)
         if self.over.is_set():
             return
         server.start()
         server.wait()
         with self.lock:  # an update meanwhile is not missed
+            try:
+                given = self._renew(member)
+            except Unreached:
+                server.stop()
+                return
             member.away = False
-            for policy in self.policies:
-                policy.renew(member)
-        if alone and not member.away:
-            self._tell_outage(False)
+        if given:
+            self.recovered()
 
     def _tell_outage(self, away: bool) -> None:
+        self._outage = away
         for policy in self.policies:
             policy.tell_outage(away)
+
+
+def _gone(error: Exception) -> Unreached:
+    return Unreached(
+        f"{error}; it was waited for, {_AWAY_SECONDS:.0f} s: start the server again, and then resume the run"
+    )

@@ -37,12 +37,21 @@ class NoVllm(Explained, ModuleNotFoundError):
 
 
 class Transfer(Protocol):
-    """`offer` what is sent from now on, then `give` it to each server; `forget` what a restarted one was told."""
+    """`offer` what is sent from now on, then `give` it to each server; `forget` what a restarted one was told.
+
+    `sends_the_model`: each server is sent the model's own memory, so that nothing can be given while that is trained.
+    """
+
+    sends_the_model: bool
 
     def offer(self, weights: WeightStream, version: int) -> None: ...
 
     def give(self, control: Control) -> None:
         """Returns when the server samples with what was offered. Raises WeightsRefused or Unreached."""
+        ...
+
+    def is_given(self, control: Control) -> bool:
+        """Whether a server has what was offered. Raises Unreached or VllmRefused."""
         ...
 
     def forget(self, control: Control) -> None: ...
@@ -65,6 +74,8 @@ def transfer_of(way: Way, outbox: Path, dtype: torch.dtype) -> Transfer:
 
 class FileTransfer:
     """One safetensors file per version, which the plugin reads. Each version replaces the one before."""
+
+    sends_the_model = False
 
     def __init__(self, outbox: Path, dtype: torch.dtype) -> None:
         self._outbox = outbox
@@ -95,6 +106,10 @@ class FileTransfer:
         control.update({"path": str(self._file)})
         control.finish(self._version)
 
+    def is_given(self, control: Control) -> bool:
+        """See `Transfer`."""
+        return control.weight_version() == str(self._version)
+
     def forget(self, control: Control) -> None:
         """See `Transfer`."""
         self._knowing.discard(control)
@@ -108,6 +123,8 @@ class AdapterTransfer:
     the `versions` that may be under way at once, for answers of rollouts that were cancelled, too. The folders are new
     with each process: what a server computed with an adapter it knows again by its folder.
     """
+
+    sends_the_model = False
 
     def __init__(self, outbox: Path, name: str, versions: int) -> None:
         self._kept_versions = 2 * versions
@@ -140,6 +157,11 @@ class AdapterTransfer:
         while len(names) > self._kept_versions:
             control.unload_adapter(names.pop(0))
 
+    def is_given(self, control: Control) -> bool:
+        """See `Transfer`."""
+        names = control.adapters()
+        return not self._folders or self.served_name in names
+
     def forget(self, control: Control) -> None:
         """See `Transfer`."""
         self._loaded_names.pop(control, None)
@@ -148,6 +170,8 @@ class AdapterTransfer:
 class DeviceTransfer:
     """vLLM's own: `ipc` or `nccl`. What is offered must not change until it is given. A stream is not held in between:
     whoever has its weights may move them."""
+
+    sends_the_model = True
 
     def __init__(self, way: Way, dtype: torch.dtype) -> None:
         self._way = way
@@ -176,6 +200,10 @@ class DeviceTransfer:
             end.source, end.client.version = source, self._version
             end.send_weights()
             end.source = None  # it would hold them
+
+    def is_given(self, control: Control) -> bool:
+        """See `Transfer`."""
+        return control.weight_version() == str(self._version)
 
     def forget(self, control: Control) -> None:
         """See `Transfer`."""

@@ -113,7 +113,7 @@ class Colocated:
         self.control = control = policy._members[0].control
         control.sleep = lambda *, keep_weights: card.hold("engine", ASLEEP)
         control.wake = wake
-        policy._transfer = SimpleNamespace(offer=self._offer, give=self._give)
+        policy._transfer = SimpleNamespace(offer=self._offer, give=self._give, forget=lambda _: None)
         policy._prove = lambda *_: None
         self.models: Any = Models.__new__(Models)
         self.models.config, self.models.policy, self.models._crew = config, policy, None

@@ -13,7 +13,7 @@ from lightning_rl.config import ConfigError, compose
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.rewards.checked import RewardError
 from lightning_rl.rewards.functions import RewardFunction, RewardFunctionError
-from lightning_rl.rewards.grading import from_config, grade, graded_before, late_rewards
+from lightning_rl.rewards.grading import as_graded, from_config, grade, graded_before, late_rewards
 from lightning_rl.rewards.judge import RankingJudge
 from lightning_rl.store.contract import Reward
 from tests.lightning_rl.rewards.rollouts import finished, group
@@ -108,6 +108,21 @@ def test_after_an_error_no_further_group_is_begun() -> None:
         if thread.name.startswith("rewards"):
             thread.join(20)
     assert len(asked) <= 3, "two at a time, and one that began before the error was seen"
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_what_was_graded_before_an_error_is_handed_on_first(concurrency: int) -> None:
+    def fails_last(rollouts: Sequence[FinishedRollout]) -> list[float]:
+        if rollouts[0].group_id == "g2":
+            raise LookupError
+        return [1.0]
+
+    graded = as_graded(fails_last, [group("a", group_id=f"g{n}") for n in range(3)], concurrency=concurrency)
+    place, rewards = next(graded)
+    assert place in range(concurrency)
+    assert rewards == [{"reward": 1.0}]
+    with pytest.raises(LookupError):
+        list(graded)
 
 
 # From the config

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_rl.config.schema import CustomRewardFunction, Judge, RewardSection
-from lightning_rl.rewards import FinishedRollout
+from lightning_rl.rewards import FinishedRollout, training_rewards
 from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.store.contract import ErrorInfo, Finish, Reward, RolloutRequest
 
@@ -50,6 +50,32 @@ def test_a_group_that_was_graded_in_part_is_graded_by_what_its_agents_gave(serve
         graded(Cut(store))
     assert graded(store) == graded(store) == [-1.0, 0.0, 1.0]
     assert [store.rollout(rollout_id).reward for rollout_id in ids] == [-1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("pause", [0.0, 60.0], ids=["each at once", "at the end"])
+def test_what_was_graded_before_one_that_cannot_be_is_kept_and_not_graded_again(
+    served: Any, monkeypatch: pytest.MonkeyPatch, pause: float
+) -> None:
+    """A judge is paid for each of its verdicts."""
+    monkeypatch.setattr(training_rewards, "_SAVE_SECONDS", pause)
+    store, ids = served.client(), ["r1", "r2", "r3"]
+    store.enqueue([RolloutRequest(task=None, rollout_id=each, group_id=f"g-{each}") for each in ids])
+    for claim in store.claim("w", limit=3):
+        store.finish(claim.rollout.rollout_id, claim.attempt.attempt_id, Finish(status="succeeded"))
+    asked: list[str] = []
+
+    def judge(rollouts: Sequence[FinishedRollout]) -> list[float]:
+        asked.append(rollouts[0].rollout_id)
+        if asked == ids:
+            raise ConnectionError
+        return [0.5]
+
+    grader = Grader(judge, concurrency=1)
+    with pytest.raises(ConnectionError):
+        grader.graded([*store.traces(ids).values()], store, "policy")
+    found = grader.graded([*store.traces(ids).values()], store, "policy")
+    assert asked == [*ids, "r3"]
+    assert [trace.rollout.reward for trace in found] == [0.5] * 3
 
 
 def test_rollouts_whose_agents_failed_are_not_graded(served: Any) -> None:

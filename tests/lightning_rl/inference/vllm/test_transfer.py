@@ -197,7 +197,7 @@ def test_a_server_that_has_died_while_it_sleeps_or_is_to_sleep_is_the_watchers(t
     asked: list[str] = []
     member.away, control = False, cast(Any, member.control)
     control.sleep = lambda *, keep_weights: asked.append("sleep")
-    policy.renew(member)  # it was started again, while the trainer has the GPU
+    assert policy.renew(control)  # it was started again, while the trainer has the GPU
     assert asked == ["sleep"]
     member.away = True
     policy.wake()
