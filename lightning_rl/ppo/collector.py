@@ -149,7 +149,7 @@ class Collector:
         self._reporter.write_generations(name, self._state.step, trajectories)
         for trajectory in trajectories:
             self.ledger.exclude(trajectory, "validation" if name == "val" else "tuning")
-        rewards = [t.reward for t in trajectories if t.reward is not None]
+        rewards = [t.given_reward for t in trajectories if t.given_reward is not None]
         reward = float(np.mean(rewards)) if rewards else None
         if reward is None:
             _log.warning("step %d: no rollout of %r has a reward: nothing is measured", self._state.step, name)

@@ -205,7 +205,7 @@ def staleness(trajectories: Sequence[Trajectory], policy_version: int) -> dict[s
 
 def policy_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """What a policy did in rollouts, and what it counted with."""
-    rewards = [t.reward for t in trajectories if t.reward is not None]
+    rewards = [t.given_reward for t in trajectories if t.given_reward is not None]
     scores = {"mean": fmean(rewards), "max": max(rewards), "min": min(rewards)} if rewards else {}
     return {f"critic/score/{name}": value for name, value in scores.items()} | {
         "num_turns/mean": float(np.mean([t.calls for t in trajectories] or [0])),
@@ -236,7 +236,7 @@ def rollout_metrics(trajectories: list[Trajectory], seconds: float, began_ns: in
         "row_length/mean": float(np.mean([len(row.token_ids) for row in rows] or [0])),
         "rollouts/rows": float(len(rows)),
         "rollouts/agent_failed": float(sum(t.agent_failed for t in trajectories)),
-        "rollouts/without_reward": float(sum(t.reward is None for t in trajectories)),
+        "rollouts/without_reward": float(sum(t.given_reward is None for t in trajectories)),
         "rollouts/without_calls": float(sum(t.calls == 0 for t in trajectories)),
         "rollouts/calls_of_other_models": float(sum(t.other_calls for t in trajectories)),
         "rollouts/lost_rewards": float(sum(t.lost_rewards for t in trajectories)),

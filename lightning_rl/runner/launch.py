@@ -29,6 +29,7 @@ from lightning_rl.processes.child import Child, ChildDied
 from lightning_rl.processes.cores import cores
 from lightning_rl.runner.agent_pickle import pickled
 from lightning_rl.runner.payload import LENGTH, ONE_MORE_SLOT, Isolation, Payload
+from lightning_rl.sandboxes.local import remove_left_behind
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import StoreError
 
@@ -166,6 +167,7 @@ class _Runner:
             processes = [*self._retiring, self._present]
             for process in processes:
                 process.child.stop()
+        remove_left_behind()
         with contextlib.suppress(StoreError):  # claims that were on their way to a process that ended
             self._store.workers_died([process.worker_id for process in processes])
 

@@ -1,6 +1,10 @@
-"""A folder and a home of its own on this machine. Nothing is kept apart: a program may do what its user may."""
+"""A folder and a home of its own on this machine. Nothing is kept apart: a program may do what its user may.
+
+A folder holds a file that is locked by the process which made it, so that those of killed processes are known.
+"""
 
 import asyncio
+import fcntl
 import os
 import shutil
 import tempfile
@@ -10,6 +14,8 @@ from pathlib import Path
 from lightning_rl.sandboxes import Output, SandboxError, SandboxUnusable
 from lightning_rl.sandboxes.child_program import run_whole
 
+_FOLDERS = "lightning_rl-"  # begins their names, in the temporary folder
+_LOCK = "lock"
 _OURS = "LIGHTNING_RL_"  # begins the names of variables that hold keys of the server: not a program's concern
 
 
@@ -25,11 +31,15 @@ class LocalSandbox:
                 "sandbox.kind=local takes neither an image nor options: say sandbox.kind=docker, or another"
             )
         self._root: Path | None = None
+        self._lock: int | None = None  # the file's descriptor
 
     async def open(self) -> None:
         """See `Sandbox`."""
         try:
-            self._root = Path(tempfile.mkdtemp(prefix="lightning_rl-"))
+            self._root = Path(tempfile.mkdtemp(prefix=_FOLDERS))
+            self._lock = os.open(self._root / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            os.rename(self._root / f"{_LOCK}.new", self._root / _LOCK)
             for name in ("work", "home"):
                 (self._root / name).mkdir()
         except OSError as error:
@@ -76,7 +86,27 @@ class LocalSandbox:
         """See `Sandbox`."""
         if self._root is not None:
             await asyncio.to_thread(shutil.rmtree, self._root, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def _path(self, path: str) -> str:
         assert self._root is not None, "it is opened first"
         return str(self._root / "work" / path)
+
+
+def remove_left_behind() -> None:
+    """Remove the folders of processes that ended without closing them, killed ones, say."""
+    for lock in Path(tempfile.gettempdir()).glob(f"{_FOLDERS}*/{_LOCK}"):
+        try:
+            file = os.open(lock, os.O_RDWR | os.O_NOFOLLOW)
+        except OSError:  # another user's, or gone by now
+            continue
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # it is in use
+            continue
+        else:
+            shutil.rmtree(lock.parent, ignore_errors=True)
+        finally:
+            os.close(file)

@@ -31,6 +31,7 @@ def reader(
         whole=overlong == "drop_rollout",
         reward=reward,
         messages=messages,
+        rewards_count=not config.distillation.without_rewards,
     )
 
 

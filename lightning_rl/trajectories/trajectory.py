@@ -42,7 +42,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     rows here are only to be counted. `recorded_tokens` are those that its gateways recorded for each of its attempts,
     by attempt id; `span_tokens` are those of all its attempts that agents' spans tell of: no gateway counted them.
     Of one without any call, `printed` is the end of what it printed. `task` is what it ran on. `spoken` has its calls
-    as messages, by call id, where they were asked for.
+    as messages, by call id, where they were asked for. `unrewarded`: it was given no reward, and counts with 0, since
+    the run needs none.
     """
 
     rollout_id: str
@@ -67,7 +68,13 @@ class Trajectory(msgspec.Struct, kw_only=True):
     media: dict[str, bytes] = {}
     task: Any = None
     spoken: dict[str, SpokenCall] = {}
+    unrewarded: bool = False
     of_policies: "dict[str, Trajectory]" = {}
+
+    @property
+    def given_reward(self) -> float | None:
+        """`reward`, but for one that nobody gave."""
+        return None if self.unrewarded else self.reward
 
     @property
     def lost(self) -> bool:
@@ -101,6 +108,7 @@ def trajectory_of(
     spans: bool = False,
     reward: str | None = None,
     messages: bool = False,
+    rewards_count: bool = True,
 ) -> Trajectory:
     """Read a rollout's trace.
 
@@ -110,7 +118,8 @@ def trajectory_of(
     the policy's. A named reward `reward`, where the rollout has one, takes the place of the final one.
     Of these, calls that `select` is false of are context (`not_selected`), and so is `housekeeping`. `weights` make the
     final reward of the named ones. With `spans` the calls that agents' own spans tell of with token ids are read beside
-    the gateway's; with `messages` the messages of calls are kept.
+    the gateway's; with `messages` the messages of calls are kept. Where no `rewards_count`, an agent that gives
+    none has not failed for it.
 
     Raises ForestError and ConservationError where the records do not fit together.
     """
@@ -118,6 +127,9 @@ def trajectory_of(
     rewards = records.rewards if weights is None else credit.weighed(records.rewards, weights)
     if reward is not None and reward in rewards.named:
         rewards = msgspec.structs.replace(rewards, final=rewards.named[reward])
+    unrewarded = not rewards_count and trace.rollout.status == "succeeded" and _counting_reward(rewards) is None
+    if unrewarded:
+        rewards = msgspec.structs.replace(rewards, final=0.0)
     judged = _judge(records, rewards, agent_failure, select)
     cut = _cut(records, judged, max_tokens, whole=whole)
     rollout, calls = trace.rollout, records.calls
@@ -144,6 +156,7 @@ def trajectory_of(
         media=records.media,
         task=rollout.task,
         spoken=records.spoken,
+        unrewarded=unrewarded,
     )
     trajectory.check()
     return trajectory

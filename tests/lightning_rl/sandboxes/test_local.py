@@ -1,12 +1,13 @@
 """Folders on this machine: the contract, and what a program sees of its user's."""
 
 import asyncio
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from lightning_rl.sandboxes import Sandbox, SandboxUnusable, child_program, sandbox_class
-from lightning_rl.sandboxes.local import LocalSandbox
+from lightning_rl.sandboxes.local import LocalSandbox, remove_left_behind
 from tests.lightning_rl.sandboxes.contract import SandboxContract, killed_owner, ran, soon
 
 
@@ -70,6 +71,23 @@ def runs(process: int) -> bool:
 def test_a_program_ends_with_the_process_that_started_it_however_that_ends(program: str) -> None:
     _, pid = killed_owner("lightning_rl.sandboxes.local:LocalSandbox", program=program)
     assert soon(lambda: not runs(int(pid.removeprefix("pid "))))
+
+
+def test_the_folder_of_a_killed_process_is_removed_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Folders hold whole repositories, and the files that grade a task."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    killed_owner("lightning_rl.sandboxes.local:LocalSandbox")
+    (tmp_path / "lightning_rl-of-mine").mkdir()
+    kept = LocalSandbox()
+    asyncio.run(kept.open())
+    assert len(list(tmp_path.iterdir())) == 3
+    remove_left_behind()
+    assert {path.name for path in tmp_path.iterdir()} == {"lightning_rl-of-mine", Path(kept.home).parent.name}
+    asyncio.run(kept.close())
+    assert [path.name for path in tmp_path.iterdir()] == ["lightning_rl-of-mine"]
 
 
 def test_an_argument_that_is_too_long_is_said() -> None:

@@ -61,6 +61,20 @@ def test_a_failed_agent_gets_what_the_rule_says(rule: float | None, reward: floa
     assert (found.reward, found.agent_failed, masked(found)) == (reward, True, 2)
 
 
+@pytest.mark.parametrize(("status", "failed"), [("succeeded", False), ("failed", True)])
+def test_where_rewards_count_nothing_an_agent_that_gives_none_has_not_failed(status: str, failed: bool) -> None:
+    """A teacher's signal is all that is trained."""
+    recorded = trace([make_call(0, None)], counting=0, status=status, reward=None)
+    found: Any = trajectory_of(recorded, agent_failure=-1.0, rewards_count=False)
+    assert (found.agent_failed, found.reward, found.given_reward) == (
+        (True, -1.0, -1.0) if failed else (False, 0.0, None)
+    )
+    rewarded = trajectory_of(
+        trace([], counting=0, status="succeeded", reward=2.0), agent_failure=0.0, rewards_count=False
+    )
+    assert rewarded.given_reward == 2.0
+
+
 def test_a_rollout_without_calls_counts_in_its_group_and_has_no_rows() -> None:
     found = read(trace([], counting=0, reward=0.0))
     assert (found.reward, found.rows, found.calls) == (0.0, [], 0)
