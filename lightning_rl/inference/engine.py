@@ -23,7 +23,7 @@ from lightning_rl.inference import scheduler
 from lightning_rl.inference.batch import Sequence, picture_of
 from lightning_rl.inference.cache import Prefixes
 from lightning_rl.inference.continuous_batch import ContinuousBatch, Step
-from lightning_rl.inference.policy import Policy
+from lightning_rl.inference.policy import ModelUnfit, Policy
 from lightning_rl.inference.sampler import stream_key
 from lightning_rl.inference.scheduler import Scheduler
 from lightning_rl.inference.sequence import Event, Failure, GenerationRequest, Output, Token
@@ -401,7 +401,8 @@ class EmbeddedEngine:
             operations of a large model use the cores that are left: all of them, while one batch alone is written.
 
     Raises:
-        ValueError: the architecture cannot be run, or a limit is out of range.
+        ModelUnfit: the architecture cannot be run, or not with such a context.
+        ValueError: `max_num_seqs` is out of range.
     """
 
     def __init__(
@@ -423,7 +424,11 @@ class EmbeddedEngine:
         allowed = _max_positions(model)
         self.max_model_len = max_model_len or min(allowed, max(DEFAULT_MAX_MODEL_LEN, expected_len))
         if not 2 <= self.max_model_len <= allowed:
-            raise ValueError(f"max_model_len {max_model_len} is not in 2..{allowed} (max_position_embeddings)")
+            raise ModelUnfit(
+                f"max_model_len {max_model_len} is not in 2..{allowed}, the model's max_position_embeddings: set "
+                "actor_rollout_ref.rollout.max_model_len, or --max-model-len of `lightning-rl serve`, to one of these, "
+                "or leave it out"
+            )
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs must be at least 1, got {max_num_seqs}")
         self.name = name

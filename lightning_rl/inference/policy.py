@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from lightning_rl.errors import Explained
 from lightning_rl.inference import fused
 from lightning_rl.inference.adapters import Adapters
 from lightning_rl.inference.cache import SlotCache
@@ -22,6 +23,11 @@ Ints = NDArray[np.int64]
 CHUNK_TOKENS = 4096  # bounds a pass's attention mask to CHUNK_TOKENS x window floats
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 CHECK_TOLERANCE_LOW_PRECISION = 0.5
+_OTHER_ENGINE = "use vLLM, actor_rollout_ref.rollout.name=vllm, or SGLang"
+
+
+class ModelUnfit(Explained, ValueError):
+    """The embedded engine cannot sample from a model, or not with such a context."""
 
 
 class Policy:
@@ -208,7 +214,7 @@ class Policy:
         """Compare a prompt, given in two pieces, to the model's plain forward pass.
 
         Raises:
-            ValueError: they differ: the model does something that a slot cache does not carry.
+            ModelUnfit: they differ: the model does something that a slot cache does not carry.
         """
         length, cache = min(8, self.max_length), self.cache(1)
         tokens = (np.arange(1, length + 1) * 7919 % self.vocab_size)[None]
@@ -221,26 +227,28 @@ class Policy:
         want = self.model(input_ids=inputs, use_cache=False).logits[:, -1]
         error = (got.float().log_softmax(-1) - want.float().log_softmax(-1)).abs().max().item()
         if not error <= CHECK_TOLERANCE.get(self.dtype, CHECK_TOLERANCE_LOW_PRECISION):
-            raise ValueError(
-                f"{type(self.model).__name__}: logprobs from the slot cache are off by {error:.3g} "
-                "from the plain forward pass, so this architecture is not one that the embedded "
-                "engine can run; serve it with vLLM or SGLang"
+            raise ModelUnfit(
+                f"{type(self.model).__name__}: log probabilities of the embedded engine are off by {error:.3g} from "
+                f"those of the plain forward pass, so it cannot run this architecture: {_OTHER_ENGINE}"
             )
 
 
 def _require_plain_attention(model: nn.Module, config: object, max_length: int) -> None:
     name = type(model).__name__
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{name}.forward takes no logits_to_keep: not a current causal LM")
+        raise ModelUnfit(f"{name}.forward takes no logits_to_keep: not a current causal LM")
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if odd := kinds - {"full_attention", "sliding_attention"}:
-        raise ValueError(f"{name} has {sorted(odd)} layers, the embedded engine has attention only")
+        raise ModelUnfit(
+            f"{name} has layers of {', '.join(sorted(odd))}, and the embedded engine has attention only: "
+            f"{_OTHER_ENGINE}"
+        )
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds or not getattr(config, "layer_types", None)
     if window is not None and slides and max_length > window:
-        raise ValueError(
-            f"{name} attends to a window of {window} tokens: max_model_len {max_length} must not "
-            f"exceed it (pass max_model_len={window})"
+        raise ModelUnfit(
+            f"{name} attends to a window of {window} tokens, which the embedded engine's context of {max_length} must "
+            f"not exceed: set actor_rollout_ref.rollout.max_model_len={window}, or {_OTHER_ENGINE}"
         )
 
 

@@ -135,13 +135,13 @@ class Index:
                 _enter_text(connection, position, one.text)
 
     def put_tasks(self, positions: Sequence[int]) -> None:
-        """Let a search find the words of these rollouts' tasks."""
+        """Let a search find the words of these rollouts' tasks, and of the errors that they ended with."""
         if not self._searched:
             return
         with self._change() as connection:
             for position in positions:
-                [task] = connection.execute("SELECT task FROM rollouts WHERE position = ?", (position,)).fetchone()
-                _enter_text(connection, position, task)
+                row = connection.execute("SELECT task, error FROM rollouts WHERE position = ?", (position,)).fetchone()
+                _enter_text(connection, position, "\n".join(text for text in row if text is not None))
 
     def put_step(self, record: StepRecord, written: int) -> None:
         """Enter what a step made of its rollouts; `written` tells this writing of it from a later one."""

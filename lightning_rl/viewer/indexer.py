@@ -39,7 +39,7 @@ class Indexer:
         self._source = source
         self._run_dir = run_dir
         self._stop = threading.Event()
-        self._untold: list[int] = []  # rollouts whose tasks no search finds yet
+        self._untold: list[int] = []  # rollouts whose tasks, or errors, no search finds yet
         self._thread = threading.Thread(target=self._work, name="viewer-index", daemon=True)
 
     def start(self) -> None:
@@ -65,6 +65,7 @@ class Indexer:
                     return
             for placed in self._source.changed(self.index.open_rollouts()):
                 self.index.put(placed)
+                self._untold += [position for position, rollout in placed if rollout.error is not None]
         self.begun.set()
         self.ready.set()
         self.problem = self._enter_steps(records)

@@ -72,9 +72,9 @@ def test_filters_go_together(run: ViewedRun) -> None:
     assert names(run, mode="val", status="failed") == []
 
 
-def test_a_search_finds_words_of_tasks_prompts_and_answers(run: ViewedRun) -> None:
+def test_a_search_finds_words_of_tasks_prompts_answers_and_errors(run: ViewedRun) -> None:
     assert names(run, text="count cars") == ["val-2"]
-    assert names(run, text="BIRDS") == ["train-2-failed"]
+    assert names(run, text="BIRDS") == names(run, text='"such table"') == ["train-2-failed"]
     assert names(run, text='"from lakes" done', step=1, sort="position") == ["train-1-0", "train-1-1"]
     assert names(run, text='"lakes from"') == []
     assert names(run, text="lak", step=1) == ["train-1-1", "train-1-0"]  # the last word may go on
@@ -168,8 +168,14 @@ def test_groups_and_tasks_stand_side_by_side(run: ViewedRun) -> None:
 
 def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
     run_dir = small_run(tmp_path / "run")
+    with open_store(run_dir) as store:
+        add_rollout(store, "train-3-fails", [turn("seals", "dive")], step=3, group="g3", ends=False)
     run = read(run_dir)
     with open_store(run_dir) as store:
+        failing = store.rollout("train-3-fails").attempt_id
+        assert failing is not None
+        error = ErrorInfo(type="OSError", message="the harbour is frozen")
+        store.finish("train-3-fails", failing, Finish(status="failed", error=error))
         add_rollout(store, "train-3-new", [turn("otters", "swim")], step=3, group="g3")
         rollout = store.rollout("train-3-open")
         assert rollout.attempt_id is not None
@@ -182,6 +188,7 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
     run.indexer.look()
     assert names(run)[:2] == ["train-4-queued", "train-3-new"]
     assert names(run, text="otters") == ["train-3-new"]
+    assert names(run, text="oserror harbour") == ["train-3-fails"]
     by_name = {row["rollout_id"]: row for row in run.answer("rollouts", {})["rollouts"]}
     assert (by_name["train-3-open"]["status"], by_name["train-3-open"]["reward"]) == ("succeeded", 0.25)
     assert by_name["train-2-1"]["reward"] == 0.75
