@@ -32,7 +32,6 @@ class EmbeddedPolicy:
     """
 
     adapter = 0
-    takes_changes = True  # `update_weights` may be given those weights alone that have changed
 
     def __init__(
         self,

@@ -57,7 +57,6 @@ class SGLangPolicy:
     what the model says of tokens, by which servers are judged; None: nobody can say yet.
     """
 
-    takes_changes = False  # a server reads whole checkpoints
     takes_adapter = False
 
     def __init__(
@@ -93,7 +92,7 @@ class SGLangPolicy:
         Args:
             weights: the model, its whole state dict, or a stream of all under their names in the checkpoint.
             version: the policy version of every token sampled from here on.
-            partial: not possible here (`takes_changes`).
+            partial: not possible here, since a server reads whole checkpoints.
 
         Raises WeightsNotUpdated or EngineMismatch.
         """

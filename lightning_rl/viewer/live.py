@@ -125,22 +125,30 @@ class Doctor:
     Args:
         evidence: gathers what the findings are of.
         now: what is another thing once there may be more to find.
+        ended: whether the run has: its last look comes at once.
     """
 
-    def __init__(self, evidence: Callable[[], Evidence], now: Callable[[], Any]) -> None:
-        self._evidence, self._now = evidence, now
+    def __init__(
+        self, evidence: Callable[[], Evidence], now: Callable[[], Any], ended: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._evidence, self._now, self._ended = evidence, now, ended
         self._lock = threading.Lock()
         self._next = 0.0
         self._looked: Any = None
+        self._tried: Any = None
         self._answer: dict[str, Any] = {"findings": [], "looked_at": {}, "pending": True}
 
     def findings(self, *, wait: bool = False) -> dict[str, Any]:
         """What is known now; a new look begins behind it where one is due. `wait` takes it at once."""
         if wait:
-            self._look()
-        elif time.monotonic() >= self._next and self._lock.acquire(blocking=False):
+            with self._lock:
+                self._look()
+        elif (time.monotonic() >= self._next or self._is_the_last()) and self._lock.acquire(blocking=False):
             threading.Thread(target=self._look_behind, name="viewer-doctor", daemon=True).start()
         return self._answer
+
+    def _is_the_last(self) -> bool:
+        return self._tried is not None and self._ended() and self._now() != self._tried
 
     def _look_behind(self) -> None:
         try:
@@ -152,7 +160,7 @@ class Doctor:
         now = self._now()
         if now == self._looked:
             return
-        began = time.monotonic()
+        self._tried, began = now, time.monotonic()
         try:
             diagnosis = diagnose(self._evidence())
             self._answer = {"findings": msgspec.to_builtins(diagnosis.findings), "looked_at": diagnosis.looked_at}

@@ -53,7 +53,7 @@ class ViewedRun:
         self._stores = stores
         self._index: Index | None = None
         self._indexer: Indexer | None = None
-        self._doctor = live.Doctor(self._evidence, self._how_far)
+        self._doctor = live.Doctor(self._evidence, self._how_far, lambda: self._state() != "running")
         self._trace = functools.lru_cache(_TRACES)(lambda rollout_id, version: self._read_trace(rollout_id))
         self._server: PagedStore | None = None  # of a run that is alive
         self._starting = threading.Lock()
@@ -121,6 +121,9 @@ class ViewedRun:
         assert self.run_dir is not None
         return gather(self.run_dir)
 
+    def _state(self) -> str:
+        return "running" if self.run_dir is None else run_folder.state(self.run_dir)
+
     def _how_far(self) -> Any:
         """What is another thing once there is more of the run for the doctor to look at."""
         if self.run_dir is None:
@@ -175,7 +178,7 @@ class ViewedRun:
 
     def now(self) -> dict[str, Any]:
         """What happens now."""
-        state = "running" if self.run_dir is None else run_folder.state(self.run_dir)
+        state = self._state()
         rows, config = self._rows(), self.settings()
         server = None
         if self._stores:

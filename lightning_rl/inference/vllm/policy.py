@@ -51,8 +51,6 @@ class VllmPolicy:
     want the adapter alone (`training.lora.low_rank`).
     """
 
-    takes_changes = False  # vLLM packs weights together, so it wants all of them
-
     def __init__(
         self,
         source: ModelSource,
@@ -130,7 +128,7 @@ class VllmPolicy:
             weights: the model, its whole state dict, or a stream of all under their names in the checkpoint; or of the
                 adapter alone.
             version: the policy version of every token sampled from here on.
-            partial: not possible here (`takes_changes`).
+            partial: not possible here: vLLM packs weights together, so it wants all of them.
 
         Raises WeightsRefused, Unreached, EngineMismatch or VllmNotStarted.
         """
