@@ -124,6 +124,13 @@ class NoTracer:
     def get_langchain_handler(self) -> None:
         """No callback: a graph's calls are recorded without."""
 
+    def get_last_trace(self) -> list[Any]:
+        """The spans that the agent of this attempt emitted; its calls are recorded at the gateway."""
+        from lightning_rl.agents.emitted import running
+
+        emitted = running()
+        return [] if emitted is None else list(emitted.spans)
+
 
 class TripletAdapter:
     """An adapter under Agent-lightning's names. Rows come from the forest of calls; `agent_match`, a regular expression
@@ -255,12 +262,10 @@ class HookedAgent(Agent):
             await _logged(hook.on_trace_start, agent=self._agent, runner=None, tracer=NoTracer(), rollout=rollout)
 
     async def _end(self, rollout: Any) -> None:
-        from lightning_rl.agents.emitted import running
-
-        emitted = running()
-        spans = [] if emitted is None else list(emitted.spans)
+        tracer = NoTracer()
+        spans = tracer.get_last_trace()
         for hook in self._hooks:
-            await _logged(hook.on_trace_end, agent=self._agent, runner=None, tracer=NoTracer(), rollout=rollout)
+            await _logged(hook.on_trace_end, agent=self._agent, runner=None, tracer=tracer, rollout=rollout)
             await _logged(hook.on_rollout_end, agent=self._agent, runner=None, rollout=rollout, spans=spans)
 
 

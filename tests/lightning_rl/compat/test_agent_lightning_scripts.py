@@ -93,6 +93,7 @@ class Notes(agl.Hook):
         self.seen.append(f"start {rollout.task}")
 
     async def on_trace_end(self, *, agent: Any, runner: Any, tracer: Any, rollout: Any) -> None:
+        self.seen.append(f"trace {[span.name for span in tracer.get_last_trace()]}")
         raise LookupError("of the hook")
 
     async def on_rollout_end(self, *, agent: Any, runner: Any, rollout: Any, spans: Any) -> None:
@@ -133,7 +134,8 @@ def test_hooks_run_around_an_attempt_and_what_they_raise_is_logged(
             run_agent(agent, claim())
     else:
         assert run_agent(agent, claim()) == {"reward": 1.0}
-    assert notes.seen == [f"start {claim().rollout.task}", "end ['lightning_rl.message']"]
+    emitted = "['lightning_rl.message']"
+    assert notes.seen == [f"start {claim().rollout.task}", f"trace {emitted}", f"end {emitted}"]
     assert "LookupError: of the hook" in caplog.text
     with pytest.raises(TypeError, match=r"hooks are of the class lrl\.Hook"):
         hooked(as_agent(plain), [object()])  # type: ignore[list-item]
