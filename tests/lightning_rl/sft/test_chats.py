@@ -53,6 +53,20 @@ def test_every_answer_is_learned_and_one_of_weight_0_is_context(tmp_path: Path) 
     found.metrics(0)  # the account balances
 
 
+def test_an_answer_goes_on_with_all_that_was_said_before_it_once(tmp_path: Path) -> None:
+    [one] = load(write(tmp_path / "chats.jsonl", [{"messages": TALK}])).trained
+    [sequence] = one.sequences
+    whole = RENDERER.whole([said(message["role"], message["content"]) for message in TALK], None)
+    assert [int(id) for id in sequence.token_ids] == whole[: len(sequence.token_ids)]
+    assert len(sequence.token_ids) >= len(whole) - 1, "but for what the template writes behind the last answer"
+
+
+def test_every_chat_is_a_group_of_its_own(tmp_path: Path) -> None:
+    chats = [{"messages": TALK[:3], "reward": reward} for reward in (1.0, 0.5)]
+    found = load(write(tmp_path / "chats.jsonl", chats), best_of_group=1)
+    assert [one.rollout_id for one in found.trained] == ["chat-0-1", "chat-0-2"]
+
+
 def test_what_is_null_in_a_message_was_not_given(tmp_path: Path) -> None:
     nulls = [message | {"weight": message.get("weight"), "name": None, "tool_calls": None} for message in TALK]
     found = load(write(tmp_path / "chats.jsonl", [{"messages": nulls}]))

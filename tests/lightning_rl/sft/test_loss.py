@@ -95,8 +95,10 @@ def test_what_is_of_ppo_alone_has_no_part_in_supervised_training() -> None:
         {
             "data": {"train_batch_size": 2},
             "sft": {"lr": 0.25},
-            "actor_rollout_ref": {"actor": actor | {"optim": {"lr": 1e-2}}},
-            "algorithm": {"use_kl_in_reward": True},
+            "actor_rollout_ref": {"actor": actor | {"optim": {"lr": 1e-2}}, "rollout": {"name": "vllm", "n": 4}},
+            "algorithm": {"use_kl_in_reward": True, "adv_estimator": "gae"},
+            "critic": {"enable": True},
+            "distillation": {"enabled": True, "teacher_models": {"itself": {"weights": "initial"}}},
         }
     )
     found = as_trained(settings)
@@ -104,3 +106,6 @@ def test_what_is_of_ppo_alone_has_no_part_in_supervised_training() -> None:
     assert (ours.ppo_epochs, ours.use_kl_loss, ours.entropy_coeff) == (1, False, 0.0)
     assert (ours.loss_agg_mode, ours.ppo_mini_batch_size, ours.optim.lr) == ("token-mean", 2, 0.25)
     assert not found.algorithm.use_kl_in_reward
+    assert not found.critic.enable
+    assert (found.algorithm.adv_estimator, found.distillation.enabled) == ("grpo", False)
+    assert (found.actor_rollout_ref.rollout.name, found.actor_rollout_ref.rollout.n) == ("embedded", 1)

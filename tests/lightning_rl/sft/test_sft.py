@@ -52,6 +52,7 @@ def test_the_held_out_loss_falls_and_every_token_is_told(whole: lrl.SFT) -> None
     left = last["tokens/excluded/held_out"]
     assert last["tokens/received"] == last["tokens/trained"] + left
     assert last["sft/calls/rendered"] == 24
+    assert sum(line["sft/tokens"] for line in whole.history[-2:]) == last["tokens/trained"], "two steps are an epoch"
     written = [json.loads(line) for line in (whole.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in written] == [0, 1, 2, 3, 4]
 
@@ -83,6 +84,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(whole: lrl.SFT, traces: P
     resumed = run(traces, tmp_path, resume_mode="auto")
     assert run_folder.state(tmp_path) == "finished"
     assert resumed.history[-1]["sft/loss"] == whole.history[-1]["sft/loss"]
+    assert [line["step"] for line in resumed.history] == [0, 1, 2, 3, 4]
     ours, theirs = (load_file(one.run_dir / "model" / "model.safetensors") for one in (resumed, whole))
     assert all(bool((ours[name] == theirs[name]).all()) for name in theirs)
 
@@ -160,3 +162,64 @@ def test_the_order_of_the_batches_hangs_on_their_size_the_shuffle_and_the_seed(t
     data = [{}, {"seed": 7}, {"shuffle": False}, {"train_batch_size": 4}]
     orders = [lrl.SFT({**CONFIG, "data": CONFIG["data"] | each}, traces=traces)._order_of_now for each in data]
     assert len(set(orders)) == len(orders)
+
+
+@pytest.mark.parametrize(
+    ("data", "sft", "trainer", "steps"),
+    [
+        ({}, {}, {}, 4),
+        ({"train_batch_size": 4}, {}, {}, 6),  # the last batch of an epoch has two
+        ({}, {}, {"total_training_steps": 7}, 7),
+        ({}, {"total_epochs": 3}, {"total_training_steps": 7}, 6),
+        ({}, {"total_epochs": 3, "total_training_steps": 5}, {"total_training_steps": 7}, 5),
+    ],
+)
+def test_its_own_keys_say_how_long_before_those_of_ppo(
+    data: dict[str, Any], sft: dict[str, Any], trainer: dict[str, Any], steps: int, whole: lrl.SFT, traces: Path
+) -> None:
+    more = {"data": data, "sft": sft, "trainer": trainer}
+    made = lrl.SFT(CONFIG | {name: CONFIG[name] | keys for name, keys in more.items()}, traces=traces)
+    made.examples = whole.examples
+    assert made.steps() == steps
+
+
+def test_an_epoch_ends_with_the_batch_that_has_the_rest(whole: lrl.SFT, traces: Path) -> None:
+    orders = []
+    for seed in (1, 2):
+        made = lrl.SFT(CONFIG | {"data": CONFIG["data"] | {"train_batch_size": 4, "seed": seed}}, traces=traces)
+        made.examples = whole.examples
+        batches = [[one.rollout_id for one in made._batch(step)] for step in (1, 2, 3)]
+        assert [len(batch) for batch in batches] == [4, 4, 2]
+        orders.append([name for batch in batches for name in batch])
+    assert orders[0] != orders[1]
+    assert sorted(orders[0]) == sorted(orders[1])
+
+
+def test_checkpoints_and_the_first_held_out_loss_are_those_that_are_asked_for(traces: Path, tmp_path: Path) -> None:
+    keys = {"total_training_steps": 2, "save_freq": 1, "max_actor_ckpt_to_keep": 1, "val_before_train": False}
+    made = run(traces, tmp_path, **keys)
+    assert [line["step"] for line in made.history] == [1, 2]
+    assert [folder.name for folder in (tmp_path / "checkpoints").glob("step-*")] == ["step-2"]
+
+
+def test_trackers_are_told_the_names_of_run_and_project(
+    traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = []
+    monkeypatch.setattr("lightning_rl.telemetry.metrics.open_trackers", lambda *_, **more: about.append(more["about"]))
+    for names in ({}, {"experiment_name": "first", "project_name": "cats"}):
+        made = lrl.SFT({**CONFIG, "trainer": CONFIG["trainer"] | names}, traces=traces)
+        made.run_dir = tmp_path / "run-7"
+        made._trackers(1)
+    assert [one.name for one in about] == ["run-7", "first"]
+    assert about[0].project != about[1].project == "cats"
+
+
+def test_what_is_of_ppo_alone_is_refused(traces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="policies: SFT trains one policy"):
+        lrl.SFT(CONFIG | {"policies": {"a": {"train_every": 1}, "b": {"train_every": 1}}}, traces=traces)
+    with pytest.raises(ConfigError, match=r"resume_path is PPO's: name the model as actor_rollout_ref\.model\.path"):
+        lrl.SFT(CONFIG | {"trainer": {"resume_mode": "resume_path", "resume_from_path": str(tmp_path)}}, traces=traces)
+    monkeypatch.setattr("lightning_rl.training.checkpoint.open_state", lambda _: {"batches_taken": 1})
+    with pytest.raises(ConfigError, match="step-1 is a checkpoint of PPO: name another folder"):
+        lrl.SFT(CONFIG, traces=traces)._restore(None, tmp_path / "step-1")  # type: ignore[arg-type]

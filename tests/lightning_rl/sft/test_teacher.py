@@ -14,7 +14,9 @@ import lightning_rl as lrl
 from lightning_rl.cli import app
 from lightning_rl.config import ConfigError
 from lightning_rl.sft.teacher import TeacherAway
+from lightning_rl.store.contract import ErrorInfo
 from lightning_rl.telemetry.metrics.jsonl import read
+from tests.lightning_rl.inspect import runs
 from tests.proxy.engines.service import Service, running
 
 from .records import CHECKPOINT
@@ -168,3 +170,71 @@ def test_the_teacher_plays_every_part_that_no_frozen_model_has() -> None:
     assert set(sft.resources or ()) == {"main_llm", "judge", "helper", "planner"}
     assert sft.teacher is not None
     assert sft.teacher.resources == ("main_llm", "planner")
+
+
+def test_a_teacher_may_be_a_folder_or_an_id_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(CHECKPOINT.parent)
+    for name in (CHECKPOINT.name, "owner/model"):
+        sft = lrl.SFT(CONFIG | {"sft": {"n": 3}}, teacher=name)
+        assert sft.teacher is not None
+        assert (sft.teacher.model, sft.teacher.n) == (name, 3)
+
+
+def test_frozen_models_answer_beside_a_teacher_of_ours_and_as_the_teacher(tmp_path: Path) -> None:
+    backends = {name: {"kind": "openai", "url": "http://127.0.0.1:1"} for name in ("judge", "helper")}
+    ours, frozen = (
+        lrl.SFT(CONFIG | {"gateway": {"backends": backends}}, teacher=name).teacher for name in (CHECKPOINT, "helper")
+    )
+    assert ours is not None
+    assert frozen is not None
+    try:
+        engines = ours.open(tmp_path).engines
+        assert ours.policy is not None
+        names = {ours.policy.name, "judge", "helper"}
+        assert ours.gateway_name == ours.policy.name != str(CHECKPOINT)
+        assert {engine["model"] for engine in engines} == names
+    finally:
+        ours.close()
+    assert {engine["model"] for engine in frozen.open(tmp_path).engines} == {"judge", "helper"}
+    assert frozen.gateway_name == "helper"
+
+
+def test_some_rollouts_that_an_outage_ended_leave_the_others_to_learn_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = ErrorInfo(type="Lost", message="away", infrastructure=True)
+    with runs.open_store(tmp_path) as store:
+        runs.record(store, "answered", runs.TALK)
+        runs.record(store, "lost", [], error=lost)
+        found = [store.traces([name])[name] for name in ("lost", "answered")]
+    begun = []
+    for name in (CHECKPOINT, "owner/model"):
+        teacher = lrl.SFT(CONFIG, teacher=name).teacher
+        assert teacher is not None
+        teacher.run_dir = tmp_path
+        monkeypatch.setattr(teacher, "roll_out", lambda prefix, tasks: begun.append(prefix) or found)
+        answered, evaluation = teacher.answer(TASKS, None)
+        assert (answered, evaluation.left_out) == (found, 1)
+    assert len(set(begun)) == 2, "in one folder another teacher is asked anew"
+
+
+def test_the_teacher_has_so_many_tasks_and_the_reward_that_the_keys_name(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info): return 1.0")
+    scored = {"reward": {"custom_reward_function": {"path": str(tmp_path / "f.py")}}}
+    config = CONFIG | {"data": CONFIG["data"] | {"train_max_samples": 3}} | scored
+    sft = lrl.SFT(config, teacher=CHECKPOINT)
+    tasks = [{"i": i, "reward_model": {"ground_truth": "1"}} for i in range(5)]
+    chosen, held_out = sft.prepare(tasks, None)
+    assert (len(chosen), held_out) == (3, [])
+    assert sft._grader is not None
+
+
+def test_a_run_that_goes_on_keeps_its_config_until_the_new_one_is_checked(tmp_path: Path) -> None:
+    backends = {"helper": {"kind": "openai", "url": "http://127.0.0.1:1"}}
+    written = tmp_path / "config.yaml"
+    written.write_text("of the run so far")
+    for mode in ("auto", "disable"):
+        trainer = CONFIG["trainer"] | {"resume_mode": mode}
+        sft = lrl.SFT(CONFIG | {"gateway": {"backends": backends}, "trainer": trainer}, teacher="helper")
+        sft.open(tmp_path)
+        assert (written.read_text() == "of the run so far") == (mode == "auto")

@@ -72,6 +72,12 @@ def test_a_run_and_the_files_that_are_exported_of_it_are_the_same_traces(tmp_pat
     assert not excluded
 
 
+def test_a_source_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "calls.jsonl", RECORDS)
+    assert traces.read(["~/calls.jsonl"]) == traces.read([tmp_path / "calls.jsonl"])
+
+
 def test_answers_weigh_what_their_rollouts_were_rewarded_with(tmp_path: Path) -> None:
     assert set(learned(load(tmp_path)).values()) == {1.0}
     found = load(tmp_path, sft={"weights": "reward"})
