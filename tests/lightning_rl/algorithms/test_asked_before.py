@@ -38,6 +38,19 @@ def test_what_was_asked_for_before_is_as_it_was_then(served: Any, caplog: pytest
     assert "(timeout_seconds 600.0 -> 100.0, the model's sampling parameters, or prompts): they run" in told
 
 
+def test_those_that_are_asked_for_as_before_are_not_told_of(served: Any, caplog: pytest.LogCaptureFixture) -> None:
+    algorithm = Baseline("m", base_url="http://127.0.0.1:9/v1")
+    algorithm.store = store = served.client()
+    store.publish({}, "then")
+    same = requests("r1", resources_id="then")
+    algorithm.ask([*same, *requests("r2", resources_id="then", metadata={"step": 1})])
+    assert caplog.messages == []
+    algorithm.ask([*same, *requests("r2", resources_id="then", metadata={"step": 2})])
+    [told] = caplog.messages
+    assert told.startswith("1 rollouts (the first is r2) were asked for before")
+    assert "with other keys (metadata): they run" in told
+
+
 def test_of_groups_that_were_lost_whole_others_are_asked_for_until_one_is_not(served: Any) -> None:
     algorithm = Baseline("m", base_url="http://127.0.0.1:9/v1")
     algorithm.store = store = served.client()

@@ -75,10 +75,21 @@ def test_a_client_that_is_kept_for_other_rollouts_is_guessed_at(
     [guessed] = told(caplog)
     assert guessed.startswith("step 2: 2 of 3 rollouts made no call, and others have at least as many conversations")
     problems.check("step 3", [calls_of_three, *[trajectory(calls=0)] * 2])
+    problems.check("step 3", [calls_of_three, calls_of_three, *[trajectory()] * 4, *[trajectory(calls=0)] * 4])
     with pytest.raises(
         AllFailed, match=r"step 4: 4 of 6 rollouts made no call, .*if it is meant so, set trainer.all_f"
     ):
         problems.check("step 4", [calls_of_three, calls_of_three, *[trajectory(calls=0)] * 4])
+
+
+@pytest.mark.parametrize("what", [{"ended_by": "context"}, {"error": ErrorInfo(type="ValueError", message="no")}])
+def test_who_had_a_reason_to_make_no_call_has_made_none_as_another(
+    what: dict[str, Any], problems: Problems, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls_of_three = trajectory(forest=forest.build([make_call(number, None) for number in range(3)]), calls=3)
+    problems.report("step 1", [calls_of_three, trajectory(calls=0, **what)])
+    [text] = told(caplog)
+    assert "as that other" not in text
 
 
 def test_one_error_of_many_rollouts_is_one_line(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
@@ -87,6 +98,38 @@ def test_one_error_of_many_rollouts_is_one_line(problems: Problems, caplog: pyte
     [text] = told(caplog)
     assert text.startswith("step 1: 2 of 2 rollouts failed in the agent and count as algorithm.agent_failure says: ")
     assert "ValueError: rollout train-0-1-3 returned nan (tracebacks are in /run/runner-*.log)" in text
+
+
+def test_ids_of_letters_make_no_other_error_of_one(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
+    problems.report("step 1", [failed(f"container {name} is gone") for name in ("deadbeefcafe", "feedfacebeef")])
+    assert told(caplog)[0].startswith("step 1: 2 of 2 rollouts failed in the agent")
+
+
+def test_another_reason_to_make_no_call_is_told_too(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
+    problems.report("step 1", [trajectory(calls=0), trajectory(calls=0, ended_by="context")])
+    assert [text.partition(" rollouts ")[0] for text in told(caplog)] == ["step 1: 1 of 2"] * 2
+
+
+def test_an_error_without_words_is_told_by_its_type(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
+    problems.report("step 1", [failed(" ")])
+    assert "says: ValueError: (no message) (tracebacks" in told(caplog)[0]
+    with pytest.raises(InfrastructureFailed, match=r"ValueError: \(no message\)"):
+        problems.check("step 1", [failed("", infrastructure=True)])
+    with pytest.raises(AllFailed, match="ValueError: no traceback"):
+        problems.check("step 1", [failed("no traceback")])
+
+
+def test_where_all_agents_failed_the_first_traceback_is_shown_and_of_infrastructure_the_last_error(
+    problems: Problems,
+) -> None:
+    def named(name: str, infrastructure: bool) -> Trajectory:
+        error = ErrorInfo(type="E", message=name, traceback=f"line of {name}\n", infrastructure=infrastructure)
+        return trajectory(name, agent_failed=not infrastructure, error=error)
+
+    with pytest.raises(AllFailed, match=r"first in r0:\s+line of r0\s+Mend"):
+        problems.check("step 1", [named("r0", False), named("r1", False)])
+    with pytest.raises(InfrastructureFailed, match=r"last in r1:\s+E: r1\s+Mend"):
+        problems.check("step 1", [named("r0", True), named("r1", True)])
 
 
 def test_another_error_is_told_too(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,7 +176,9 @@ def test_silent_failures_are_told(
     what: dict[str, Any], text: str, problems: Problems, caplog: pytest.LogCaptureFixture
 ) -> None:
     problems.report("step 1", [trajectory(**what)])
-    assert text in told(caplog)[0]
+    [warning] = told(caplog)
+    assert text in warning
+    assert ("printed last" in warning) == ("printed" in what)
 
 
 def test_of_a_long_error_the_ends_are_shown(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
