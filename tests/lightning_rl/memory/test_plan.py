@@ -1,5 +1,6 @@
 """The sizes that people use, on the cards that they have: what fits, with which keys, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
@@ -9,11 +10,12 @@ from transformers import AutoModelForSequenceClassification, DeepseekV3Config, Q
 
 from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
+from lightning_rl.inference.weights.stream import BUCKET_BYTES
 from lightning_rl.memory import plan
-from lightning_rl.memory.budget import PARTS, Budget, budget
+from lightning_rl.memory.budget import PARTS, Budget, budget, shared_at_rest
 from lightning_rl.memory.choices import MemoryPlanner
 from lightning_rl.memory.engine import cache_bytes
-from lightning_rl.memory.gpus import FRAGMENTATION, GIB, Gpu, Hardware, card, stated
+from lightning_rl.memory.gpus import CONTEXT, FRAGMENTATION, GIB, Gpu, Hardware, card, stated
 from lightning_rl.memory.plan import DoesNotFit, Plan, bar, budgets, refuse_what_cannot_fit
 from lightning_rl.memory.speed import Speed, _passed, speed
 from lightning_rl.memory.traced_step import Held, TracedStep
@@ -111,10 +113,10 @@ HELD = Held(
 
 
 def phases(
-    *words: str, held: Held = HELD, reference: Held | None = None, gpus: str = "80"
+    *words: str, held: Held = HELD, critic: Held | None = None, reference: Held | None = None, gpus: str = "80"
 ) -> dict[str, dict[str, float]]:
     """Parts of the phases in GiB, of a model of 5 billion on 80 GiB."""
-    traced = TracedStep(5 * 2**30, held, reference=reference)
+    traced = TracedStep(5 * 2**30, held, critic=critic, reference=reference)
     found = budget(configured(*words, f"{ROLLOUT}dtype=bfloat16"), QWEN_15B, traced, stated(gpus))
     return {phase.name: {part: size / GIB for part, size in phase.parts.items() if size} for phase in found.phases}
 
@@ -124,6 +126,8 @@ def test_who_is_there_in_each_phase() -> None:
     assert awake["rollouts"]["weights"] == 10
     assert awake["rollouts"]["optimizer"] == 20
     assert "gradients" not in awake["rollouts"]
+    assert awake["log probabilities"]["activations"] == 2
+    assert awake["rollouts"]["others"] == pytest.approx(CONTEXT / GIB + FRAGMENTATION * 30)
     assert awake["update of the policy"]["activations"] == 5
     assert awake["update of the policy"]["engine"] == 40  # half of the card, all the time
     asleep = phases(f"{ROLLOUT}free_cache_engine=true", f"{ACTOR}fsdp_config.optimizer_offload=true")
@@ -142,12 +146,101 @@ def test_who_is_there_in_each_phase() -> None:
     assert frozen["reference"]["activations"] == 2
 
 
+def test_a_critic_and_a_reference_compute_beside_the_policy_where_each_of_them_waits() -> None:
+    """Of the policy the weights wait in main memory, of the critic the optimizer, of the reference nothing."""
+    found = phases(
+        f"{ACTOR}fsdp_config.param_offload=true",
+        "critic.fsdp_config.optimizer_offload=true",
+        critic=HELD,
+        reference=Held(weights=10 * GIB, scoring=12 * GIB),
+    )
+    told = {name: (parts["weights"], parts["optimizer"]) for name, parts in found.items()}
+    assert told == {
+        "rollouts": (20, 20),
+        "log probabilities": (30, 20),
+        "reference": (30, 20),
+        "update of the critic": (30, 40),
+        "update of the policy": (30, 20),
+        "new weights for vLLM": (20, 20),  # by a file
+    }
+
+
+def test_an_update_holds_logits_and_whatever_else_is_most_at_once() -> None:
+    passes, step = (
+        phases(held=replace(HELD, logits=2 * GIB, step=most * GIB))["update of the policy"] for most in (41, 49)
+    )
+    assert (passes["logits"], passes["activations"]) == (2, 3)
+    assert (step["logits"], step["activations"]) == (2, 7)
+
+
+def test_weights_that_are_sent_from_the_gpu_are_there_with_a_buffer() -> None:
+    offloaded = [f"{ACTOR}fsdp_config.param_offload=true"]
+    sent, written = (
+        phases(*offloaded, f"{ROLLOUT}weight_transfer={how}")["new weights for vLLM"] for how in ("nccl", "file")
+    )
+    assert (sent["weights"], written.get("weights", 0)) == (10, 0)
+    for model in (ONE_LAYER, QWEN_15B):  # whose largest tensor is less, and more
+        found = budget(
+            configured(f"{ROLLOUT}weight_transfer=nccl", f"{ROLLOUT}dtype=bfloat16"),
+            model,
+            TracedStep(5 * 2**30, HELD),
+            stated("80"),
+        )
+        rollouts, sending = found.phases[0], found.phases[-1]
+        buffer = max(BUCKET_BYTES, model.vocab_size * model.hidden_size * 2)
+        assert sending.parts["others"] - rollouts.parts["others"] == pytest.approx((1 + FRAGMENTATION) * buffer)
+
+
+def test_weights_that_are_gathered_for_a_file_are_so_one_at_a_time() -> None:
+    def beside(*words: str) -> float:
+        found = phases("trainer.n_gpus_per_node=4", f"{ROLLOUT}weight_transfer=file", *words, gpus="4x80")
+        return found["new weights for vLLM"]["others"] - found["rollouts"]["others"]
+
+    largest = QWEN_15B.vocab_size * QWEN_15B.hidden_size * 2 / GIB
+    assert beside() == pytest.approx((1 + FRAGMENTATION) * largest)
+    assert beside(f"{ACTOR}fsdp_config.param_offload=true") == pytest.approx(0), "in main memory"
+
+
+def test_the_embedded_engine_has_a_cache_for_the_rows_of_a_step() -> None:
+    def cache(*words: str) -> float:
+        return phases(f"{ROLLOUT}name=embedded", f"{ROLLOUT}max_num_seqs=64", *words)["rollouts"]["kv cache"]
+
+    full = cache("data.train_batch_size=8")
+    assert cache("data.train_batch_size=1000") == full
+    assert cache("data.train_batch_size=1") < full
+    assert cache("data.train_batch_size=8", f"{ROLLOUT}n=1") < full
+    of_token = cache_bytes(configured(f"{ROLLOUT}dtype=bfloat16"), QWEN_15B) / GIB
+    short = cache("data.train_batch_size=8", f"{ROLLOUT}max_model_len=1024")
+    assert short == pytest.approx(2 * 64 * 1024 * of_token, rel=0.01), "what it writes, and keeps for the next turn"
+
+
+def test_what_adapters_share_is_none_of_the_gpu_where_it_waits_in_main_memory() -> None:
+    words = [f"{MODEL}lora_rank=8", f"{ROLLOUT}name=embedded", f"{ROLLOUT}dtype=bfloat16"]
+    for offload, owners in (("false", {"trainer", "engine"}), ("true", {"engine"})):
+        config = configured(*words, f"{ACTOR}fsdp_config.param_offload={offload}")
+        shared = shared_at_rest(config, QWEN_15B, TracedStep(5 * 2**30, HELD), stated("80"))
+        assert {owner for owner, *_ in shared} == owners
+
+
+def test_what_fsdp_gathers_is_more_in_float32_and_where_layers_are_kept_whole() -> None:
+    def gathered(*words: str) -> float:
+        fsdp = [f"{ACTOR}fsdp_config.{word}" for word in words]
+        found = phases("trainer.n_gpus_per_node=4", *fsdp, gpus="4x80")["update of the policy"]
+        return found["activations"] - HELD.activations / GIB
+
+    assert phases()["update of the policy"]["activations"] == HELD.activations / GIB, "one process gathers nothing"
+    assert gathered() == pytest.approx(gathered("dtype=bfloat16") * 3 / 2)  # 8 bytes and 4 of two units, with 4 of one
+    assert gathered("reshard_after_forward=false") > 5 * 4  # all of its parameters
+
+
 def test_a_reward_model_is_there_while_it_scores(tmp_path: Path) -> None:
     ONE_LAYER.save_pretrained(tmp_path)
     scorer = ["reward.reward_model.enable=true", f"reward.reward_model.model_path={tmp_path}"]
     beside = phases(*scorer)["reward model"]["weights"] - phases()["rollouts"]["weights"]
     weights = AutoModelForSequenceClassification.from_config(ONE_LAYER).num_parameters() * 2  # bfloat16
     assert beside == pytest.approx(weights / GIB, rel=0.01)
+    wide = phases(*scorer, "reward.reward_model.dtype=float32")["reward model"]["weights"]
+    assert wide - phases()["rollouts"]["weights"] == pytest.approx(2 * weights / GIB, rel=0.01)
     assert "reward model" not in phases(*scorer, "reward.reward_model.device=cpu")
 
 
@@ -238,6 +331,9 @@ def test_what_is_held_in_shards_is_a_share() -> None:
     pairs = compose(command_line=["trainer.n_gpus_per_node=4", f"{ACTOR}fsdp_config.fsdp_size=2"])
     [rollouts, *_] = budget(pairs, QWEN_15B, traced, stated("4x80")).phases
     assert rollouts.parts["weights"] == 10 * GIB / 2  # two hold a model together
+    eight = compose(command_line=["trainer.n_gpus_per_node=4", f"{ACTOR}fsdp_config.fsdp_size=8"])
+    [rollouts, *_] = budget(eight, QWEN_15B, traced, stated("4x80")).phases
+    assert rollouts.parts["weights"] == 10 * GIB / 4  # no more than there are
     problems = budget(config, QWEN_15B, traced, stated("2x80")).problems
     assert any("4 processes train, a GPU each" in problem and "there are 2" in problem for problem in problems)
 
