@@ -1,8 +1,10 @@
 """What a reward function sees of a rollout: the policy's last answer, and the conversation that led there."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from lightning_rl.rewards.finished import finished_rollout
 from lightning_rl_adapters import semconv
@@ -83,3 +85,19 @@ def test_of_an_agent_that_never_called_the_gateway_its_own_spans_are_read() -> N
         found = finished_rollout(rollout_of(attempt).rollout, recorded(name), "policy")
         assert (found.answer, contents(found)[:2]) == ("I add.", ["Add.", "1 + 2?"]), name
         assert finished_rollout(rollout_of(attempt).rollout, recorded(name), "other").messages == []
+
+
+def test_of_an_agent_that_called_the_gateway_its_own_spans_count_nothing() -> None:
+    attempt = attempt_of([say(1, "a", "b")])
+    found = finished_rollout(rollout_of(attempt).rollout, [*attempt.spans, *recorded("gen_ai")], "policy")
+    assert contents(found) == ["a", "b"]
+
+
+def test_of_its_own_spans_the_first_answer_of_the_last_conversation_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def conversation(question: str, *answers: str) -> Any:
+        said = [{"role": "assistant", "content": answer} for answer in answers]
+        return SimpleNamespace(prompt=[{"role": "user", "content": question}], answers=said)
+
+    both = [conversation("a", "b"), conversation("c", "d", "e")]
+    monkeypatch.setattr("lightning_rl_adapters.conventions.conversations", lambda spans, model: both)
+    assert contents(seen([])) == ["c", "d"]

@@ -138,6 +138,12 @@ def test_an_async_function_scores_a_group_at_once_and_keeps_its_loop(load) -> No
     assert len(scored.function.__globals__["loops"]) == 1
 
 
+def test_a_function_may_answer_some_rollouts_at_once_and_others_later(load) -> None:
+    later = f"async def later(score):\n    return score\ndef compute_score({SIGNATURE}):\n"
+    scored = load(later + "    return later(1.0) if solution_str == 'hard' else 0.5\n")
+    assert scored(group("hard", "easy")) == [{"reward": 1.0}, {"reward": 0.5}]
+
+
 def test_an_error_ends_the_others_of_its_group(load) -> None:
     scored = load(
         "import asyncio\nended = []\n"
@@ -207,6 +213,12 @@ def test_a_script_that_names_itself_is_not_run_again(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "runs\n"), done.stderr
+
+
+def test_a_path_may_begin_with_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "at_home.py").write_text(returning("1.0"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RewardFunction("~/at_home.py").file == tmp_path / "at_home.py"
 
 
 def test_a_relative_path_is_looked_for_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

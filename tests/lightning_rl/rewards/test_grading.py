@@ -161,6 +161,8 @@ def test_a_config_names_a_judge(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_function_and_judge_together_are_an_error() -> None:
     with pytest.raises(ConfigError, match="are set, and each gives the final reward"):
         from_config(section(custom_reward_function={"path": "f.py"}, judge={"model": "j"}))
+    with pytest.raises(ConfigError, match=r"reward\.command and reward\.judge\.model are set"):
+        from_config(section(command="true", judge={"model": "j"}))
 
 
 def test_a_judge_without_its_key_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +179,10 @@ def test_a_service_elsewhere_that_is_asked_without_a_key_is_warned_of(
         from_config(section(judge={"model": "j", "base_url": f"http://{host}/v1", "api_key_env": "JUDGE_KEY"}))
     [told] = caplog.messages
     assert "JUDGE_KEY is not set, so http://judges.example.com/v1 is asked without a key" in told
+    caplog.clear()
+    monkeypatch.setenv("JUDGE_KEY", "a-key")
+    from_config(section(judge={"model": "j", "base_url": "http://judges.example.com/v1", "api_key_env": "JUDGE_KEY"}))
+    assert caplog.messages == []
 
 
 def test_another_services_key_is_never_sent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +205,12 @@ def test_late_rewards_have_ids_that_the_store_takes_and_are_known_again(named: d
     assert len(set(ids)) == len(ids)
     assert msgspec.json.decode(msgspec.json.encode(rewards), type=list[Reward]) == rewards
     assert graded_before([Reward(value=9.0), Reward(value=9.0, reward_id="w1"), *rewards]) == named
+
+
+def test_a_late_reward_may_have_a_long_name() -> None:
+    rewards = late_rewards({"x" * 64: 1.0, "x" * 65: 2.0})
+    assert msgspec.json.decode(msgspec.json.encode(rewards), type=list[Reward]) == rewards
+    assert [str(reward.reward_id)[:8] for reward in rewards] == ["graded-x", "graded-~"]
 
 
 def test_the_id_of_a_late_reward_says_its_name() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, Qwen2Config, Qwen2ForSequenceClassification
 
 import lightning_rl as lrl
@@ -161,3 +162,38 @@ def test_a_config_that_says_nothing_of_labels_has_two(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
     with pytest.raises(ConfigError, match="with 2"):
         RewardModel(str(tmp_path))
+
+
+def test_a_model_with_one_number_that_is_no_classifier_is_none(tmp_path: Path) -> None:
+    config = {"architectures": ["LlamaForCausalLM"], "num_labels": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="this is LlamaForCausalLM with 1"):
+        RewardModel(str(tmp_path))
+
+
+def test_a_folder_that_is_named_as_a_model_of_the_hub_is_not_looked_for_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="'owner/model' is neither the folder of a model nor a model id"):
+        RewardModel("owner/model")
+
+
+def test_a_conversation_may_be_as_long_as_the_model_takes(folder: Path) -> None:
+    model = RewardModel(str(folder))
+    model._model.config.max_position_embeddings = len(model.token_ids(finished("4")))
+    assert len(model([finished("4")])) == 1
+    model._model.config.max_position_embeddings -= 1
+    with pytest.raises(RewardError, match="takes"):
+        model([finished("4")])
+
+
+def test_the_template_alone_writes_special_tokens(folder: Path, tmp_path: Path) -> None:
+    """Of a tokenizer that begins every text with one there would be two."""
+    begins = Path(shutil.copytree(folder, tmp_path / "begins"))
+    tokenizer = Tokenizer.from_file(str(begins / "tokenizer.json"))
+    first = ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|endoftext|> $A", special_tokens=[first])
+    tokenizer.save(str(begins / "tokenizer.json"))
+    assert RewardModel(str(begins)).token_ids(finished("4")) == RewardModel(str(folder)).token_ids(finished("4"))
