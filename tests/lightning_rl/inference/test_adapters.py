@@ -172,10 +172,11 @@ def test_while_one_adapter_is_paused_the_others_answer() -> None:
 def test_what_is_no_adapter_of_the_model_is_refused_and_changes_nothing() -> None:
     model = adapted("qwen2", 1)
     given_ = dict(lora.low_rank(model))
-    first = next(iter(given_))
+    first, second = list(given_)[:2]  # the two matrices of one module
     with with_adapters("qwen2", {1: model}) as engine:
         for wrong in (
             {name: tensor for name, tensor in given_.items() if name != first},
+            {name: tensor for name, tensor in given_.items() if name != second},
             given_ | {first: given_[first][:, 1:]},
             {f"other.{name}": tensor for name, tensor in given_.items()},
         ):
@@ -237,3 +238,15 @@ def test_a_module_whose_matrix_is_turned_round_has_its_adapter_too() -> None:
     adapters.hook()
     factors[0] = 0
     assert torch.allclose(layer(inputs), bare + factors * (inputs @ (b @ a).T), atol=1e-5)
+
+
+def test_an_adapter_stays_as_it_was_put_while_its_trainer_goes_on() -> None:
+    model = nn.ModuleDict({"layer": nn.Linear(3, 5)})
+    adapters, layer, inputs = Adapters(model), model["layer"], torch.randn(1, 1, 3)
+    a, b = torch.randn(2, 3), torch.randn(5, 2)
+    adapters.put(1, {"layer.lora_A.weight": a, "layer.lora_B.weight": b})
+    expected = layer(inputs) + inputs @ (b @ a).T
+    a.zero_()
+    adapters.hook()
+    adapters.begin(np.array([1]), 1)
+    assert torch.allclose(layer(inputs), expected, atol=1e-5)
