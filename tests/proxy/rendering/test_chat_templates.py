@@ -377,6 +377,7 @@ def test_a_history_like_the_templates_renders_anew_what_holds_reasoning_and_noth
     assert renderer.extend(prompt, ids(renderer, THOUGHT), question, None) is None
     earlier = prompt + ids(renderer, THOUGHT) + ids(renderer, "\n<|im_start|>assistant\n")
     assert renderer.extend(earlier, plain, question, None) is None
+    assert renderer.extend(prompt, ids(renderer, "<think>\nI cou"), question, None) is None
     assert renderer.extend(prompt, ids(renderer, THOUGHT), result, TOOLS) is not None
 
 
@@ -421,6 +422,23 @@ def test_a_result_written_with_the_name_of_its_call_is_rendered_anew(load: Load)
     assert renderer.extend(prompt, ids(renderer, CALL + "<|im_end|>"), result, TOOLS) is None
 
 
+def test_a_second_result_written_with_the_name_of_its_call_is_rendered_anew(load: Load) -> None:
+    second = (
+        "(messages[loop.index0 - 2].tool_calls[1].function.name if messages[loop.index0 - 1].role == 'tool' else '')"
+    )
+    renderer = load(HERMES.replace("'\\n<tool_response>\\n' +", f"'\\n<tool_response>' + {second} +"))
+    assert [name for name, proven in renderer.append_only.items() if not proven] == ["parallel_tools"]
+    prompt, results = renderer.render([said("user", "one")], TOOLS), [said("tool", "3", tool_call_id=id) for id in "xy"]
+    assert renderer.extend(prompt, ids(renderer, CALL + "<|im_end|>"), results[:1], TOOLS) is not None
+    assert renderer.extend(prompt, ids(renderer, CALL + CALL + "<|im_end|>"), results, TOOLS) is None
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_names_that_templates_read(name: str, load: Load) -> None:
+    renderer = load("{% for m in messages %}{{ m.reasoning_content }}|{{ m.thinking }}{% endfor %}")
+    assert renderer._template.text([said("assistant", "a", **{name: "so"})], None) == "so|so"
+
+
 def test_a_template_that_numbers_its_turns_or_drops_empty_ones_is_found_out(load: Load) -> None:
     number = "{{ message.role }}{{ loop.index if message.role == 'user' }}"
     numbered = load(CHATML.replace("{{ message.role }}", number))
@@ -428,7 +446,8 @@ def test_a_template_that_numbers_its_turns_or_drops_empty_ones_is_found_out(load
     dropping = load(CHATML.replace("in messages", "in messages if message.content"))
     assert {name for name, proven in dropping.append_only.items() if not proven} >= {"empty", "tool"}
     prompt, then = dropping.render([said("user", "one")], None), [said("user", "two")]
-    assert dropping.extend(prompt, ids(dropping, "<|im_end|>"), then, None) is None
+    for blank in ("", " \n"):
+        assert dropping.extend(prompt, ids(dropping, f"{blank}<|im_end|>"), then, None) is None
     assert dropping.extend(prompt, ids(dropping, "1<|im_end|>"), then, None) is not None
 
 
@@ -464,6 +483,13 @@ def test_calls_that_are_written_in_a_form_that_is_not_read_are_told_of(
             llama.render([said("user", "one")], TOOLS)
     [record] = caplog.records
     assert "model mine writes tool calls in a form that is not read here" in record.message
+
+
+def test_a_template_that_writes_tools_and_no_calls_is_none_that_writes_them_in_another_form(
+    load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    load("{{ tools | tojson if tools }}" + CHATML).render([said("user", "one")], TOOLS)
+    assert caplog.records == []
 
 
 def test_an_unclosed_call_is_read_once(load: Load) -> None:

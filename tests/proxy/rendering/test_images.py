@@ -22,6 +22,7 @@ from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering import images
 from lightning_rl_proxy.rendering.base import Renderer
+from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
 from lightning_rl_proxy.rendering.images import Image, Vision
 from lightning_rl_proxy.rendering.load import load_renderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
@@ -310,6 +311,10 @@ def test_a_text_that_spells_the_placeholder_is_text_or_else_refused(seen: Served
     for message in both:
         refused = post(seen, "chat/completions", {"model": MODEL, "messages": [message]}, 400)["error"]["message"]
         assert "spells the placeholder" in refused
+
+
+def test_a_model_that_sees_has_its_own_template_whatever_its_name_has(folder: Path) -> None:
+    assert isinstance(load_renderer(folder, "auto", "Qwen/Qwen3-8B"), TemplateRenderer)
 
 
 def test_a_model_that_reads_text_refuses_images(served: Served) -> None:

@@ -59,6 +59,8 @@ def folder(path: Path, **config: Any) -> Path:
 def test_auto_takes_the_models_own_then_the_folders_word_then_the_template(tmp_path: Path) -> None:
     word = folder(tmp_path, chat_template=CHATML, renderer="qwen3")
     assert isinstance(load_renderer(word, "auto", "mine"), LibraryRenderer)
+    other = folder(tmp_path, chat_template=CHATML, renderer="llama-3")  # whose tokens are not there
+    assert isinstance(load_renderer(other, "auto", "Qwen/Qwen3-8B"), LibraryRenderer)
     template = folder(tmp_path, chat_template=CHATML)
     assert isinstance(load_renderer(template, "auto", "mine"), TemplateRenderer)
     assert isinstance(load_renderer(template, "auto", "Qwen/Qwen3-8B"), LibraryRenderer)
