@@ -46,7 +46,7 @@ class RankingJudge:
     worst 0.0, those between evenly spaced; answers that the judge finds equally good share the mean of their places.
 
     Rollouts with the same text as answer share one place. Where all answers are the same nobody is asked and all have
-    0.5, the mean that every group has; a rollout that is alone (in validation, say) keeps what its agent gave it.
+    0.5, the mean of all places; a rollout that is alone (in validation, say) keeps what its agent gave it.
 
     Args:
         model: its name at the service.

@@ -105,12 +105,10 @@ class Problems:
             )
         if trajectories and all(trajectory.error is None for trajectory in trajectories):
             self._check_successes(when, trajectories)
-        errors = [trajectory.error for trajectory in trajectories]
-        first = errors[0] if errors else None
-        if first is None or any(error is None or error.infrastructure != first.infrastructure for error in errors):
-            return
-        if first.infrastructure:
-            last = errors[-1] or first
+        errors = [trajectory.error for trajectory in trajectories if trajectory.error is not None]
+        lost = sum(error.infrastructure for error in errors)
+        if lost and lost == len(trajectories):
+            last = errors[-1]
             message = _shown(last.message.strip() or "(no message)", _LONGEST_MESSAGE)
             raise InfrastructureFailed(
                 f"{when}: infrastructure failed on every attempt of all {len(errors)} rollouts, last in "
@@ -118,9 +116,16 @@ class Problems:
                 "samples them anew; to go on without them, set trainer.all_failed=go_on. All tracebacks are in "
                 f"{self._run_dir / 'runner-*.log'}"
             )
-        text = _shown(first.traceback.rstrip() or f"{first.type}: {first.message}", _LONGEST_TRACEBACK)
+        unrewarded = self._rewards_count and all(trajectory.agent_failed for trajectory in trajectories)
+        if lost or not errors or (len(errors) < len(trajectories) and not unrewarded):
+            return
+        first = next(trajectory for trajectory in trajectories if trajectory.error is not None)
+        text = _shown(errors[0].traceback.rstrip() or f"{errors[0].type}: {errors[0].message}", _LONGEST_TRACEBACK)
+        many = f"all {len(errors)} rollouts"
+        if len(errors) < len(trajectories):
+            many = f"{len(errors)} of {len(trajectories)} rollouts, and gave no reward in the others"
         raise AllFailed(
-            f"{when}: the agent failed in all {len(errors)} rollouts, first in {trajectories[0].rollout_id}:\n\n{text}"
+            f"{when}: the agent failed in {many}, first in {first.rollout_id}:\n\n{text}"
             "\n\nMend the agent and begin a new run; to go on with failed rollouts, set trainer.all_failed=go_on. "
             f"All tracebacks are in {self._run_dir / 'runner-*.log'}"
         )

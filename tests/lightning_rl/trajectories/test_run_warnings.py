@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_rl.store.contract import ErrorInfo
@@ -130,6 +131,16 @@ def test_where_all_agents_failed_the_first_traceback_is_shown_and_of_infrastruct
         problems.check("step 1", [named("r0", False), named("r1", False)])
     with pytest.raises(InfrastructureFailed, match=r"last in r1:\s+E: r1\s+Mend"):
         problems.check("step 1", [named("r0", True), named("r1", True)])
+
+
+def test_where_some_agents_failed_and_none_of_the_others_gave_a_reward_nothing_can_be_learned(
+    problems: Problems,
+) -> None:
+    both = [trajectory("r0", agent_failed=True), msgspec.structs.replace(failed("why"), rollout_id="r1")]
+    with pytest.raises(AllFailed, match=r"in 1 of 2 rollouts, and gave no reward in the others, first in r1:\s+.*why"):
+        problems.check("step 1", both)
+    problems.check("step 1", [*both, trajectory("r2")])
+    Problems(Path("/run"), rewards_count=False).check("step 1", both)
 
 
 def test_another_error_is_told_too(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
