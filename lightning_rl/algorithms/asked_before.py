@@ -43,11 +43,16 @@ def _until_not_lost(group: list[RolloutRequest], store: RunStore) -> list[Rollou
 
 
 def again(request: RolloutRequest) -> RolloutRequest:
-    """The same under another id, where what was asked for before is lost: `again.NAME`, then `again2.NAME`, ..."""
-    prefix, dot, name = str(request.rollout_id).partition(".")
+    """The same under another id, where what was asked for before is lost."""
+    return msgspec.structs.replace(request, rollout_id=again_id(str(request.rollout_id)))
+
+
+def again_id(rollout_id: str) -> str:
+    """The id under which a rollout that was lost is asked for again: `again.NAME`, then `again2.NAME`, ..."""
+    prefix, dot, name = rollout_id.partition(".")
     if not (before := re.fullmatch(r"again(\d*)", prefix)):
-        return msgspec.structs.replace(request, rollout_id=f"again.{request.rollout_id}")
-    return msgspec.structs.replace(request, rollout_id=f"again{int(before[1] or 1) + 1}{dot}{name}")
+        return f"again.{rollout_id}"
+    return f"again{int(before[1] or 1) + 1}{dot}{name}"
 
 
 def _is_lost(rollout_id: str, store: RunStore) -> bool:

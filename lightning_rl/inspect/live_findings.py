@@ -18,7 +18,7 @@ from lightning_rl.config.schema import Config
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import recorded
 from lightning_rl.inspect.doctor import DEAD_STEPS, SEVERITIES, Finding, diagnose
-from lightning_rl.inspect.run_stats import RECENT, Evidence, gather, of_run
+from lightning_rl.inspect.run_stats import RECENT, Evidence, gather, is_of_training, of_run
 from lightning_rl.trajectories.step_record import StepRecord
 
 _FIRST_LOOK = 4  # steps, until the store is looked at
@@ -47,7 +47,7 @@ class Findings:
 
     def look(self, history: Sequence[Mapping[str, float]]) -> None:
         """Warn of what is new; `history` are the metrics of the run so far."""
-        trained = [row for row in history if "critic/score/mean" in row]
+        trained = [row for row in history if is_of_training(row)]
         if len(trained) < DEAD_STEPS or len(trained) % max(len(trained) // _EACH, 1):
             return
         rows = [dict(row) for row in trained]

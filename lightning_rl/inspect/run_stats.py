@@ -148,10 +148,15 @@ def gather_at(servers: Sequence[HttpStore], run_id: str | None, run_dir: Path | 
         return _with_recorded(connection, evidence)
 
 
+def is_of_training(row: Mapping[str, float]) -> bool:
+    """Whether metrics are those of a training step. Where no rollout was given a reward there is no score."""
+    return "critic/score/mean" in row or "rollouts/rows" in row
+
+
 def _of_folder(run_dir: Path) -> Evidence:
     """What a run's folder says without its store."""
     config = folder.config_of(run_dir)
-    metrics = [row for row in _rows(run_dir / "metrics.jsonl") if "critic/score/mean" in row]
+    metrics = [row for row in _rows(run_dir / "metrics.jsonl") if is_of_training(row)]
     if config is None:
         steps = folder.steps(run_dir, RECENT)
         return Evidence(

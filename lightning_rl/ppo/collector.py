@@ -19,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from lightning_rl.algorithms.asked_before import with_lost_groups_anew
+from lightning_rl.algorithms.asked_before import again_id, with_lost_groups_anew
 from lightning_rl.algorithms.base import Algorithm, Dataset
 from lightning_rl.algorithms.watchdog import Watchdog
 from lightning_rl.config.schema import Config, FilterGroups
@@ -183,8 +183,8 @@ class Collector:
             when={"val": "validation", "tune": "tuning"}.get(name, f"step {step}"),
             trained=name == "train" and not self._config.algorithm.filter_groups.enable,
         )
-        self._note_greedy(trajectories[len(sampled) :])
-        return trajectories[: len(sampled)]
+        self._note_greedy(self._without_lost(trajectories[len(sampled) :]))
+        return self._without_lost(trajectories[: len(sampled)])
 
     # What the groups in flight ask of it.
 
@@ -358,8 +358,19 @@ class Collector:
         return sampled, greedy
 
     def _without_greedy(self, group: list[Trajectory]) -> list[Trajectory]:
-        self._note_greedy([trajectory for trajectory in group if _is_greedy(trajectory)])
-        return [trajectory for trajectory in group if not _is_greedy(trajectory)]
+        there = self._without_lost(group)
+        self._note_greedy([trajectory for trajectory in there if _is_greedy(trajectory)])
+        return [trajectory for trajectory in there if not _is_greedy(trajectory)]
+
+    def _without_lost(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Those that were not asked for again since infrastructure had lost them: these count in the account of tokens
+        alone."""
+        ids = {trajectory.rollout_id for trajectory in trajectories}
+        lost = {rollout_id for rollout_id in ids if again_id(rollout_id) in ids}
+        for trajectory in trajectories:
+            if trajectory.rollout_id in lost:
+                self.ledger.exclude(trajectory, "infrastructure")
+        return [trajectory for trajectory in trajectories if trajectory.rollout_id not in lost]
 
     def _note_greedy(self, trajectories: Sequence[Trajectory]) -> None:
         """Keep greedy rollouts for those that are compared with them."""

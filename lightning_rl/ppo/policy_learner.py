@@ -255,6 +255,7 @@ class PolicyLearner:
             return
         own = dict(self.models.model.named_parameters())
         saved_model = load_model(chosen / policy, next(iter(own.values())).dtype)
+        self.parts.weights.begin_training()
         with torch.no_grad():
             for name, weight in saved_model.named_parameters():
                 own[name].copy_(weight)

@@ -29,6 +29,7 @@ class WeightSync:
         self._mode = "drain" if config.trainer.schedule == "sync" else "keep"
         self._pausing = threading.Lock()
         self._held = False  # calls wait for the trainer
+        self._outage = self._waiting = False  # no server is left, and calls wait for one
 
     def publish(self, version: int) -> None:
         """Give the engine the trained weights as policy version `version`, while calls wait at the gateway."""
@@ -74,18 +75,24 @@ class WeightSync:
 
     def _let_through(self, version: int | None) -> None:
         with self._pausing:
-            self._held = False
+            self._held = self._waiting = False
             self._store.resume(self._models.policy.name, version)
+            self._settle()
 
     def _on_outage(self, outage: bool) -> None:
+        with self._pausing:
+            self._outage = outage
+            if not self._held:  # else when the trainer lets calls through
+                self._settle()
+
+    def _settle(self) -> None:
+        """Let calls wait while there is an outage, and no longer. Where that fails, it is tried when told once more."""
         name = self._models.policy.name
         try:
-            with self._pausing:
-                if self._held:  # until the trainer lets calls through
-                    return
-                if outage:
-                    self._store.pause(name, deadline_seconds=0, lease_seconds=_LEASE_SECONDS)
-                else:
-                    self._store.resume(name)
+            if self._outage and not self._waiting:
+                self._store.pause(name, deadline_seconds=0, lease_seconds=_LEASE_SECONDS)
+            elif self._waiting and not self._outage:
+                self._store.resume(name)
+            self._waiting = self._outage
         except StoreError as error:  # calls fail, and agents are told to retry
             _log.warning("calls do not wait for the engine that starts again: %s", error)

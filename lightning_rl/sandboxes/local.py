@@ -4,6 +4,7 @@ A folder holds a file that is locked by the process which made it, so that those
 """
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import shutil
@@ -38,8 +39,9 @@ class LocalSandbox:
         try:
             self._root = Path(tempfile.mkdtemp(prefix=_FOLDERS))
             self._lock = os.open(self._root / f"{_LOCK}.new", os.O_CREAT | os.O_RDWR, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            os.rename(self._root / f"{_LOCK}.new", self._root / _LOCK)
+            with contextlib.suppress(OSError):  # of a file system without locks: the folder is never swept
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                os.rename(self._root / f"{_LOCK}.new", self._root / _LOCK)
             for name in ("work", "home"):
                 (self._root / name).mkdir()
         except OSError as error:
@@ -104,7 +106,7 @@ def remove_left_behind() -> None:
             continue
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # it is in use
+        except OSError:  # it is in use
             continue
         else:
             shutil.rmtree(lock.parent, ignore_errors=True)

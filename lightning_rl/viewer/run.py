@@ -270,7 +270,7 @@ def _of_folder(run_dir: Path) -> dict[str, Any]:
         config = run_folder.config(run_dir)
     except Explained as error:
         return fields | {"problem": str(error)}
-    timed = run_folder.series(rows, ["critic/score/mean", "val/reward"])
+    timed = run_folder.series(rows, ["critic/score/mean", "val/reward", "perf/calls_per_s"])
     return fields | {
         "steps": int(rows[-1]["step"]) if rows else 0,
         "seconds": max((points["seconds"][-1] for points in timed.values()), default=0.0),

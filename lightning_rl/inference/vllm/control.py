@@ -13,6 +13,7 @@ from lightning_rl.inference.weights.check import SampledTokens
 _SECONDS = 600.0  # a large file is read from a slow disk
 _WORD_SECONDS = 30.0  # for what it only has to say
 _CONNECT_SECONDS = 10.0
+_AWAY = (502, 503, 504)  # of a proxy before it, or of a server whose engine has ended or starts
 _WITH_ADAPTERS = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 # After an error vLLM cuts the connection: each question has its own.
 _HEADERS = {"content-type": "application/json", "connection": "close"}
@@ -161,6 +162,8 @@ class Control:
             response = self._pool.request(method, self.url + path, body=sent, headers=_HEADERS, timeout=limits)
         except urllib3.exceptions.HTTPError as error:
             raise Unreached(f"vLLM at {self.url}{path} does not answer: {error}") from error
+        if response.status in _AWAY:
+            raise Unreached(f"vLLM at {self.url}{path} does not answer: HTTP status {response.status}")
         if response.status != 200:
             raise VllmRefused(f"vLLM at {self.url}: {method} {path} answered {response.status}: ", response)
         return response.data

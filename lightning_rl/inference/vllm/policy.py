@@ -4,6 +4,7 @@ Invariants: a server samples under a version only after it has taken the file of
 shapes are the trained model's; and what it then gives as log probabilities is compared with the model's own.
 """
 
+import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from lightning_rl.inference.adapters import linear_names, shareable
 from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.command import Options
-from lightning_rl.inference.vllm.control import Control, Unreached
+from lightning_rl.inference.vllm.control import Control, Unreached, VllmRefused
 from lightning_rl.inference.vllm.replicas import WATCH_SECONDS, Member, OwnServer, Replicas
 from lightning_rl.inference.vllm.server import VllmServer
 from lightning_rl.inference.vllm.transfer import AdapterTransfer, Transfer, transfer_of
@@ -27,6 +28,7 @@ from lightning_rl.inference.weights.stream import WeightStream, as_saved, stream
 from lightning_rl.processes.gpus import free_unused_memory
 from lightning_rl.vision import vision_of
 
+_log = logging.getLogger(__name__)
 _FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -248,7 +250,7 @@ class VllmPolicy:
         self.replicas.order(member, order, self._transfer.forget)
 
     def _prove(self, member: Member, score: LogProbs, version: int) -> None:
-        """Compare a server's log probabilities with the model's, unless it is paused. One of ours may have ended."""
+        """Compare a server's log probabilities with the model's, unless it is paused. It may have ended."""
 
         def sample(prompt: list[int], n: int) -> SampledTokens:
             served = self._transfer.served_name if isinstance(self._transfer, AdapterTransfer) else None
@@ -256,14 +258,13 @@ class VllmPolicy:
 
         url = member.control.url
         try:
-            if not member.control.paused():
+            if not member.control.paused() and self.has_weights(member.control):
                 prove(
                     score, self._vocabulary, sample, engine=f"vLLM at {url}", version=version, tolerance=self._tolerance
                 )
                 self._proven = True
-        except Unreached:
-            if member.server is None:
-                raise
+        except (Unreached, VllmRefused) as error:  # it is the watcher's
+            _log.warning("%s: what it samples is not compared with the model this time", error)
 
 
 def _child(options: Options, run_dir: Path, index: int) -> OwnServer:

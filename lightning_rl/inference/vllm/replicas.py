@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from lightning_rl.inference.vllm.control import Control, Unreached, VllmRefused
+from lightning_rl.inference.vllm.control import Control, Unreached, VllmRefused, WeightsRefused
 from lightning_rl.inference.vllm.server import VllmNotStarted
 
 _RESTARTS = 3  # of one server; what ends it more often will not go away by itself
@@ -69,7 +69,7 @@ class SampledPolicy(Protocol):
         ...
 
     def tell_outage(self, away: bool) -> None:
-        """No server is left that could answer; or (False) one is back."""
+        """No server is left that could answer, which may be told several times; or (False) one is back."""
         ...
 
 
@@ -105,7 +105,9 @@ class Replicas:
         """Have a server do something. One of ours that is away, or does not answer, is the watcher's.
 
         One that is not ours is waited for: it is told again, after `forget` of what it was told before, since it may
-        have been started anew. Raises Unreached when it does not answer for `_AWAY_SECONDS`.
+        have been started anew, which nobody may have noticed; so one that refuses is told once more. It stays `away`,
+        where it is, until the watcher has seen that it has the weights of all policies. Raises Unreached when it does
+        not answer for `_AWAY_SECONDS`, and WeightsRefused.
         """
         if member.server is not None:
             if not member.away:
@@ -114,11 +116,17 @@ class Replicas:
                 except Unreached:
                     member.away = True
                     member.server.stop()
-            return
-        began, waited = time.monotonic(), False
+            return None
+        began, waited, refused = time.monotonic(), False, False
+        if member.away or member.silent_since is not None:
+            forget(member.control)
         while True:
             try:
-                order(member.control)
+                return order(member.control)
+            except WeightsRefused:
+                if refused:
+                    raise
+                refused = True
             except Unreached as error:
                 if time.monotonic() - began > _AWAY_SECONDS:
                     raise _gone(error) from error
@@ -127,10 +135,7 @@ class Replicas:
                 waited = True
                 if self.over.wait(_AGAIN_SECONDS):
                     raise
-                forget(member.control)
-            else:
-                member.away, member.silent_since = False, None
-                return
+            forget(member.control)
 
     def recovered(self) -> None:
         """Servers were given weights: calls need not wait any longer, where they did since no server was left."""
@@ -179,11 +184,13 @@ class Replicas:
         """Ask a server that is not ours whether it has the present weights; one that was started anew is given them."""
         try:
             if not self._has_weights(member):
-                self._lose(member)
                 with self.lock:  # which an update may have held that gave them
-                    if not self._has_weights(member) and not self._renew(member):
-                        return
-                _log.warning("vLLM at %s was started anew, and has the present weights", member.control.url)
+                    if not self._has_weights(member):
+                        self._lose(member)
+                        member.silent_since = None
+                        if not self._renew(member):
+                            return
+                        _log.warning("vLLM at %s was started anew, and has the present weights", member.control.url)
             elif member.away:
                 _log.warning("vLLM at %s answers again", member.control.url)
         except (Unreached, VllmRefused) as error:
@@ -191,10 +198,11 @@ class Replicas:
             member.silent_since = member.silent_since or now
             if now - member.silent_since > _AWAY_SECONDS and all(each.away for each in self.members):
                 raise _gone(error) from error
-            if now - member.silent_since >= _SILENT_SECONDS and not member.away:
-                _log.warning(
-                    "%s; it is waited for, up to %.0f s, and then given the present weights", error, _AWAY_SECONDS
-                )
+            if now - member.silent_since >= _SILENT_SECONDS:
+                if not member.away:
+                    _log.warning(
+                        "%s; it is waited for, up to %.0f s, and then given the present weights", error, _AWAY_SECONDS
+                    )
                 self._lose(member)
         else:
             member.away, member.silent_since = False, None
@@ -208,9 +216,9 @@ class Replicas:
         return all(given)
 
     def _lose(self, member: Member) -> None:
-        """A server is away: calls wait, where no other one is left."""
+        """A server is away: calls wait, where no other one is left. That is told as often as it is seen."""
         member.away = True
-        if not self._outage and all(each.away for each in self.members):
+        if all(each.away for each in self.members):
             self._tell_outage(True)
 
     def _revive(self, member: Member, server: OwnServer) -> None:

@@ -162,6 +162,7 @@ class InFlight:
             ids = [str(request.rollout_id) for request in self._requests(*following)]
             if not self._rollouts.is_there(ids[0]):
                 break
+            ids = [each for each in ids if self._rollouts.is_there(each)]  # one that was lost is not asked for again
             self._groups.append(_PendingGroup(self.next_place, 0, ids, set(ids)))
             self.next_place += 1
         self._rollouts.cancel(self.waiting)

@@ -63,6 +63,10 @@ def test_a_long_run_is_looked_at_less_often(tmp_path: Path, monkeypatch: pytest.
         history.append(metrics_of(step))
         findings.look(history)
     assert looked == [*range(3, 17), 18, 20, 22, 24, 27, 30, 32, 36, 40, 45, 48, 54, 56, 63, 64]
+    looked.clear()
+    findings.look([{"step": float(step), "rollouts/rows": 8.0} for step in range(1, 9)])  # nobody gives a reward
+    findings.look([{"step": float(step), "val/reward": 0.5} for step in range(1, 9)])
+    assert looked == [8]
 
 
 def test_the_store_of_a_server_elsewhere_is_read_behind_the_training(

@@ -140,6 +140,8 @@ def test_a_step_that_infrastructure_loses_ends_the_run_which_samples_it_anew_whe
     assert_conserved(rows)
     assert rows[-1]["tokens/excluded/infrastructure"] > 0
     assert [row["critic/score/mean"] for row in rows] == [1.0] * STEPS
+    assert len({row["rollouts/rows"] for row in rows}) == len({row["num_turns/mean"] for row in rows}) == 1
+    assert {row["rollouts/without_reward"] for row in rows} == {0.0}
 
 
 @pytest.mark.smoke

@@ -49,6 +49,26 @@ def test_calls_wait_while_an_engine_starts_again_and_go_on_when_it_is_there() ->
     assert told.told == [("pause", "m", "keep"), ("resume", "m", None)]
 
 
+def test_an_outage_while_the_trainer_holds_calls_goes_on_behind_it_and_a_pause_that_failed_is_tried_again() -> None:
+    told, engine = Told(), VllmPolicy.__new__(VllmPolicy)
+    engine.name = "m"
+    synced = sync(told, policy=engine)
+    synced.watch_outages()
+    synced._hold("drain")
+    engine.on_outage(True)
+    synced._let_through(None)
+    assert told.told[1:] == [("resume", "m", None), ("pause", "m", "keep")]
+    engine.on_outage(True)  # it is told again and again
+    engine.on_outage(False)
+    assert told.told[3:] == [("resume", "m", None)]
+    pause = told.pause
+    told.pause = lambda *_, **__: (_ for _ in ()).throw(StoreUnwritable("later"))  # type: ignore[assignment, method-assign]
+    engine.on_outage(True)
+    told.pause = pause  # type: ignore[method-assign]
+    engine.on_outage(True)
+    assert told.told[4:] == [("pause", "m", "keep")]
+
+
 def test_a_store_that_is_away_does_not_end_an_engine(caplog: pytest.LogCaptureFixture) -> None:
     def away(*_: Any, **__: Any) -> None:
         raise StoreUnwritable("it is away")
