@@ -7,7 +7,7 @@ shapes are the trained model's; and what it then gives as log probabilities is c
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -198,10 +198,12 @@ class VllmPolicy:
             for member in self._members:
                 self._order(member, lambda control: control.wake("weights"))
         with ThreadPoolExecutor(len(self._members)) as pool:
+            self.replicas.given_up.clear()
             try:
-                list(pool.map(self._give, self._members))
-            except (KeyboardInterrupt, SystemExit):
-                self.replicas.over.set()  # nobody is waited for any longer
+                for given in as_completed([pool.submit(self._give, member) for member in self._members]):
+                    given.result()
+            except BaseException:
+                self.replicas.given_up.set()
                 raise
         if self._asleep:
             self.make_room("kv_cache")

@@ -74,13 +74,15 @@ class SampledPolicy(Protocol):
 
 
 class Replicas:
-    """`members` from `start` to `close`, which all `policies` call. `lock` is held by who gives them weights."""
+    """`members` from `start` to `close`, which all `policies` call. `lock` is held by who gives them weights; where
+    that fails for one, or is interrupted, `given_up` is set, and no other is waited for."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
         self.policies: list[SampledPolicy] = []
         self.lock = threading.Lock()  # of the present weights, and of who has them
         self.over = threading.Event()
+        self.given_up = threading.Event()
         self._failed: Exception | None = None
         self._outage = False
         self._watcher = threading.Thread(target=self._watch, name="vLLM's watcher", daemon=True)
@@ -133,7 +135,7 @@ class Replicas:
                 if not waited:
                     _log.warning("%s; the update waits for it, up to %.0f s", error, _AWAY_SECONDS)
                 waited = True
-                if self.over.wait(_AGAIN_SECONDS):
+                if self.given_up.wait(_AGAIN_SECONDS) or self.over.is_set():
                     raise
             forget(member.control)
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.vllm.command import Options
-from lightning_rl.inference.vllm.control import Control
+from lightning_rl.inference.vllm.control import Control, Unreached, WeightsRefused
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.vllm.transfer import (
     AdapterTransfer,
@@ -160,6 +160,21 @@ def test_a_policy_sleeps_once_and_has_its_weights_before_its_cache(tmp_path: Pat
     policy.sleep()
     policy.wake()  # nothing was trained: a server that slept has no weights of its own any more
     assert asked == [f"sleep {adapter}", *woken]
+
+
+def test_weights_that_one_server_refuses_are_refused_at_once_though_another_is_away(tmp_path: Path) -> None:
+    options = Options(python="", dtype="float32", device="cpu", processed_logprobs=False)
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    policy = VllmPolicy(ModelSource(CHECKPOINT, device="cpu"), options, tmp_path, urls=urls)
+
+    def give(control: Control) -> None:
+        raise Unreached("it does not answer") if control.url == urls[0] else WeightsRefused("another model")
+
+    transfer: Any = policy._transfer
+    transfer.give = give
+    model: Any = policy.model
+    with pytest.raises(WeightsRefused, match="another model"):
+        policy.update_weights(model, 1)
 
 
 class Ended:
