@@ -16,7 +16,7 @@ from lightning_rl.sandboxes import Output, SandboxError, SandboxUnusable
 from lightning_rl.sandboxes.child_program import run_whole
 
 _FOLDERS = "lightning_rl-"  # begins their names, in the temporary folder
-_LOCK = "lock"
+_LOCK = "sandbox.lock"  # of no other folder: what holds it is removed
 _OURS = "LIGHTNING_RL_"  # begins the names of variables that hold keys of the server: not a program's concern
 
 

@@ -81,6 +81,7 @@ def test_the_folder_of_a_killed_process_is_removed_and_no_other(
     monkeypatch.setattr(tempfile, "tempdir", None)
     killed_owner("lightning_rl.sandboxes.local:LocalSandbox")
     (tmp_path / "lightning_rl-of-mine").mkdir()
+    (tmp_path / "lightning_rl-of-mine" / "lock").touch()
     kept = LocalSandbox()
     asyncio.run(kept.open())
     assert len(list(tmp_path.iterdir())) == 3

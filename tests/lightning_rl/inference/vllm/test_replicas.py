@@ -64,7 +64,7 @@ class Servers:
     def tell_outage(self, away: bool) -> None:
         if away not in self.told[-1:]:  # that none is left is told again and again
             self.told.append(away)
-        self.news.set()
+            self.news.set()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -175,6 +176,26 @@ def test_weights_that_one_server_refuses_are_refused_at_once_though_another_is_a
     model: Any = policy.model
     with pytest.raises(WeightsRefused, match="another model"):
         policy.update_weights(model, 1)
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+def test_a_proxy_that_does_not_reach_its_server_is_a_server_that_does_not_answer(status: int) -> None:
+    control = Control("http://127.0.0.1:1")
+    control._pool.request = lambda *_, **__: SimpleNamespace(status=status, data=b"")  # type: ignore[method-assign]
+    with pytest.raises(Unreached, match=f"/is_paused does not answer: HTTP status {status}"):
+        control.paused()
+
+
+def test_a_server_that_was_started_anew_is_not_compared_before_it_has_the_weights(tmp_path: Path) -> None:
+    options = Options(python="", dtype="float32", device="cpu", processed_logprobs=False)
+    policy = VllmPolicy(ModelSource(CHECKPOINT, device="cpu"), options, tmp_path, urls=["http://127.0.0.1:1"])
+    policy._version = 3
+    control: Any = policy._members[0].control
+    control.paused = lambda: False
+    control.weight_version = lambda: "default"
+    control.sample = lambda *_, **__: pytest.fail("it samples with weights that are not the model's")
+    policy.prove()
+    assert not policy._proven
 
 
 class Ended:
