@@ -92,8 +92,8 @@ def create_app(
         fleet: this gateway's part in a store that several servers share.
     """
     limits = limits or RequestLimits()
-    signals, pauses = Notifications(), Pauses(gateway)
     engines = Engines(attach_engine, gateway)
+    signals, pauses = Notifications(), Pauses(gateway, engines)
     together = Alone(gateway, pauses, engines)
     if fleet is not None:
         together = Peers(gateway, pauses, engines, fleet, store.secret)

@@ -181,9 +181,11 @@ class SeveralServers:
             self._updates["pause", model] = pause
         return self._together(pause)
 
-    def resume(self, model: str | None = None, policy_version: int | None = None) -> dict[str, Any]:
+    def resume(
+        self, model: str | None = None, policy_version: int | None = None, *, outdated: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """See `RunStore`."""
-        resume = functools.partial(HttpStore.resume, model=model, policy_version=policy_version)
+        resume = functools.partial(HttpStore.resume, model=model, policy_version=policy_version, outdated=outdated)
         with self._lock:
             for update in [update for update in self._updates if model in (None, update[1]) and update[0] == "pause"]:
                 del self._updates[update]

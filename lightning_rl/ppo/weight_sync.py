@@ -76,7 +76,9 @@ class WeightSync:
     def _let_through(self, version: int | None) -> None:
         with self._pausing:
             self._held = self._waiting = False
-            self._store.resume(self._models.policy.name, version)
+            policy = self._models.policy
+            outdated = policy.urls_away if isinstance(policy, VllmPolicy) else ()
+            self._store.resume(policy.name, version, outdated=outdated)
             self._settle()
 
     def _on_outage(self, outage: bool) -> None:

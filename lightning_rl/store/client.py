@@ -336,9 +336,12 @@ class HttpStore:
         }
         return self._call("POST", "/pause", body, dict[str, Any], deadline_seconds)
 
-    def resume(self, model: str | None = None, policy_version: int | None = None) -> dict[str, Any]:
-        """Let parked requests go on, under `policy_version` where one is given."""
-        body = {"model": model, "policy_version": policy_version}
+    def resume(
+        self, model: str | None = None, policy_version: int | None = None, *, outdated: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Let parked requests go on, under `policy_version` where one is given; engines at the URLs in `outdated` do
+        not have these weights, and take no calls until they have."""
+        body = {"model": model, "policy_version": policy_version, "outdated": list(outdated)}
         return self._call("POST", "/resume", body, dict[str, Any])
 
     def state(self) -> dict[str, Any]:

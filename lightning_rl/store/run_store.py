@@ -58,8 +58,11 @@ class RunStore(Protocol):
         """Park the requests of a model (of all, without one); the state on return."""
         ...
 
-    def resume(self, model: str | None = None, policy_version: int | None = None) -> dict[str, Any]:
-        """Let parked requests go on, under `policy_version` where one is given; the state on return."""
+    def resume(
+        self, model: str | None = None, policy_version: int | None = None, *, outdated: Sequence[str] = ()
+    ) -> dict[str, Any]:
+        """Let parked requests go on, under `policy_version` where one is given; engines at the URLs in `outdated` do
+        not have these weights, and take no calls until they have. The state on return."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ answer was written before its client was seen to leave; only delivered calls are
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, MutableMapping, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -220,9 +220,11 @@ class Gateway:
         """
         await self.router.pause(model, drain_seconds)
 
-    async def resume(self, model: str | None = None, policy_version: int | None = None) -> None:
-        """Let frozen and waiting calls go on."""
-        await self.router.resume(model, policy_version)
+    async def resume(
+        self, model: str | None = None, policy_version: int | None = None, outdated: Collection[str] = ()
+    ) -> None:
+        """Let frozen and waiting calls go on. See `Router.resume`."""
+        await self.router.resume(model, policy_version, outdated)
 
     async def detach(self, engine: str) -> None:
         """Send an engine no call more; `engine` is its name in `state`. Those in flight end. Raises KeyError."""

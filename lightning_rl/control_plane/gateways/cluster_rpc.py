@@ -261,10 +261,11 @@ class Peers(Alone):
         """See `Alone`."""
         for other in self._fleet.others:
             with contextlib.suppress(Unanswered):  # gone, most likely; each of those that live knows it
-                for request in await self._ask(other, "engines", {}, list[EngineRequest]):
+                requests = await self._ask(other, "engines", {}, list[EngineRequest])
+                for request in requests:
                     await self._adopt_engine(request)
                 for model, pause in (await self._ask(other, "pauses", {}, dict[str, ModelPause])).items():
-                    await self._adopt(model, pause)
+                    await self._adopt(model, pause, [each for each in requests if each.model == model])
 
     async def _adopt_engine(self, request: EngineRequest) -> None:
         try:
@@ -272,12 +273,13 @@ class Peers(Alone):
         except (Conflict, Invalid) as error:
             _log.warning("engine %s of model %s is not used here: %s", request.url, request.model, error)
 
-    async def _adopt(self, model: str, pause: ModelPause) -> None:
+    async def _adopt(self, model: str, pause: ModelPause, engines: list[EngineRequest]) -> None:
         here = self._gateway.state()["models"].get(model)
         if here is None:
             return
         if pause.policy_version > here["policy_version"]:
-            await self._gateway.resume(model, pause.policy_version)
+            outdated = {each.url for each in engines if each.url and each.policy_version < pause.policy_version}
+            await self._gateway.resume(model, pause.policy_version, self._engines.names_at(outdated))
         if pause.paused:
             await self._pauses.pause(PauseRequest(model=model, mode="keep", lease_seconds=pause.lease_seconds))
 

@@ -7,7 +7,7 @@ on and forgotten: nothing here keeps, shows or compares it. A chat backend's new
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
@@ -143,6 +143,10 @@ class Engines:
     def of(self, model: str) -> list[EngineInfo]:
         """The token engines of a model."""
         return [info for info in self._engines.values() if info.model == model and info.kind not in _BACKENDS]
+
+    def names_at(self, urls: Collection[str]) -> set[str]:
+        """By which the gateway knows the engines at these URLs; what is no engine's has none."""
+        return {self._names[info.engine_id] for info in self._engines.values() if info.url in urls}
 
     def requests(self, now: Mapping[str, Mapping[str, Any]]) -> list[EngineRequest]:
         """What registers the token engines as they are `now` at another gateway."""

@@ -4,14 +4,14 @@ Invariant: a pause that has a lease ends with it, whoever asked for it and whate
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, MutableMapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 from prometheus_client.registry import Collector
 
 from lightning_rl.control_plane.gateways.admission import LoadDoor
-from lightning_rl.control_plane.gateways.engines import EngineDoor
+from lightning_rl.control_plane.gateways.engines import EngineDoor, Engines
 from lightning_rl.store.errors import Conflict, NotFound
 from lightning_rl_proxy.engines.base import EngineRefused, EngineUnavailable
 from lightning_rl_proxy.recording.alerts import ALARMS
@@ -93,7 +93,11 @@ class GatewayDoor(EngineDoor, LoadDoor, Protocol):
         """
         ...
 
-    async def resume(self, model: str | None = None, policy_version: int | None = None) -> None: ...
+    async def resume(
+        self, model: str | None = None, policy_version: int | None = None, outdated: Collection[str] = ()
+    ) -> None:
+        """Calls go on, with weights of `policy_version`, which the engines named in `outdated` do not have."""
+        ...
 
     async def check(self) -> tuple[str | None, dict[str, str | None]]:
         """What is wrong with recording, and with each engine; None where nothing is."""
@@ -119,17 +123,19 @@ class PauseRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`policy_version`: of the weights that sample from now on."""
+    """`policy_version`: of the weights that sample from now on. `outdated`: URLs of engines that do not have them."""
 
     model: str | None = None
     policy_version: int | None = None
+    outdated: list[str] = []
 
 
 class Pauses:
     """The pauses of one gateway."""
 
-    def __init__(self, gateway: GatewayDoor) -> None:
+    def __init__(self, gateway: GatewayDoor, engines: Engines) -> None:
         self._gateway = gateway
+        self._engines = engines
         self._leases: dict[str | None, asyncio.Task[None]] = {}
         self._ends: dict[str | None, float] = {}  # of the leases, by the loop's clock
         self._latest: dict[str | None, PauseRequest] = {}  # of what is paused
@@ -158,7 +164,8 @@ class Pauses:
         for model in {*self._leases, *self._latest} if request.model is None else [request.model]:
             self._end_lease(model)
             self._latest.pop(model, None)
-        await self._gateway.resume(request.model, request.policy_version)
+        outdated = self._engines.names_at(request.outdated)
+        await self._gateway.resume(request.model, request.policy_version, outdated)
 
     def holds(self, request: PauseRequest) -> bool:
         """Whether that is what its model is paused by."""

@@ -61,7 +61,11 @@ async def pause_generation(
 async def resume_generation(
     server: Server, body: Annotated[ResumeRequest, Depends(JsonBody(ResumeRequest))]
 ) -> dict[str, Any]:
-    """Let parked calls go on, under `policy_version` where one is given."""
+    """Let parked calls go on, under `policy_version` where one is given.
+
+    Engines at the URLs in `outdated` do not have these weights: they take no calls until they say that they have, or
+    are registered again with that version.
+    """
     await server.together.resume(body)
     return _state(server)
 

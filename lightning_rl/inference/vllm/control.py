@@ -1,6 +1,8 @@
 """What is asked of a vLLM server over HTTP beside sampling: to take weights, to name their version, to prove them."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,13 @@ class Control:
         if not answer.get("success"):
             raise WeightsRefused(f"vLLM at {self.url} kept what the old weights computed: /reset_prefix_cache {answer}")
         self._order("/reset_encoder_cache")  # the features of images that were shown before
+
+    @contextmanager
+    def emptied(self) -> Iterator[None]:
+        """Meanwhile it samples nothing; answers that are under way end as aborted. Raises WeightsRefused."""
+        self._order("/pause?mode=abort")
+        yield
+        self._order("/resume")
 
     def sleep(self, *, keep_weights: bool) -> None:
         """Leave the GPU to others: weights and cache are given up until `wake`. Weights are kept in main memory, or

@@ -132,6 +132,8 @@ class VllmPolicy:
             version: the policy version of every token sampled from here on.
             partial: not possible here: vLLM packs weights together, so it wants all of them.
 
+        A server that is away is given them when it is back; the first time all must be there.
+
         Raises WeightsRefused, Unreached, EngineMismatch or VllmNotStarted.
         """
         if partial:
@@ -139,8 +141,10 @@ class VllmPolicy:
         own = weights if isinstance(weights, WeightStream) else as_saved(self.model, stream_of(weights))
         with self.replicas.lock:
             self._transfer.offer(own, version)
-            self._version, self._in_training = version, False
+            first, self._version, self._in_training = self._version is None, version, False
             self._wake_and_give()
+        if first and (missing := [member.control.url for member in self._members if member.away and not member.server]):
+            raise Unreached(f"vLLM at {', '.join(missing)} does not answer: when a run begins, all must")
         while all(member.away for member in self._members):
             self.check()
             self.replicas.over.wait(WATCH_SECONDS)
@@ -164,6 +168,11 @@ class VllmPolicy:
         for member in self._members:
             if not member.away:
                 self._prove(member, self.score, self._version)
+
+    @property
+    def urls_away(self) -> list[str]:
+        """Of the servers that have ended, or not taken the present weights yet."""
+        return [member.control.url for member in self._members if member.away]
 
     @property
     def sleeps(self) -> bool:
@@ -198,13 +207,8 @@ class VllmPolicy:
             for member in self._members:
                 self._order(member, lambda control: control.wake("weights"))
         with ThreadPoolExecutor(len(self._members)) as pool:
-            self.replicas.given_up.clear()
-            try:
-                for given in as_completed([pool.submit(self._give, member) for member in self._members]):
-                    given.result()
-            except BaseException:
-                self.replicas.given_up.set()
-                raise
+            for given in as_completed([pool.submit(self._give, member) for member in self._members]):
+                given.result()
         if self._asleep:
             self.make_room("kv_cache")
             for member in self._members:
@@ -232,7 +236,13 @@ class VllmPolicy:
         if self._asleep:  # its GPU is the trainer's now
             self._put_to_sleep(control)
         elif self._version is not None:
-            self._transfer.give(control)
+            if self._options.sleeps:  # it may have missed that it should wake
+                control.wake("weights", "kv_cache")
+            if self.takes_adapter:  # answers end with what they began with
+                self._transfer.give(control)
+            else:
+                with control.emptied():
+                    self._transfer.give(control)
         return True
 
     def tell_outage(self, away: bool) -> None:

@@ -19,7 +19,6 @@ WATCH_SECONDS = 0.5
 _LOOK_EVERY = 4  # so many times more seldom a server that is not ours is asked whether it has the weights
 _SILENT_SECONDS = 1.0  # without an answer, after which it is away
 _AWAY_SECONDS = 600.0  # that it may take to come back: the start of a server with a large model takes minutes
-_AGAIN_SECONDS = 2.0  # between two orders to it meanwhile
 _log = logging.getLogger(__name__)
 
 
@@ -45,6 +44,7 @@ class OwnServer(Protocol):
 class Member:
     """A server, ours or (`server` None) somebody else's; one that is `away` has ended, or not taken its weights yet.
 
+    `unfinished`: it did not answer while it was given weights, so what it says of them is not to be believed.
     `silent_since` is when one that is not ours first did not answer, by `time.monotonic`; None: it answers.
     """
 
@@ -52,6 +52,7 @@ class Member:
         self.server = server
         self.control = Control(url)
         self.away = False
+        self.unfinished = False
         self.restarts = 0
         self.silent_since: float | None = None
 
@@ -74,15 +75,13 @@ class SampledPolicy(Protocol):
 
 
 class Replicas:
-    """`members` from `start` to `close`, which all `policies` call. `lock` is held by who gives them weights; where
-    that fails for one, or is interrupted, `given_up` is set, and no other is waited for."""
+    """`members` from `start` to `close`, which all `policies` call. `lock` is held by who gives them weights."""
 
     def __init__(self, members: Sequence[Member]) -> None:
         self.members = members
         self.policies: list[SampledPolicy] = []
         self.lock = threading.Lock()  # of the present weights, and of who has them
         self.over = threading.Event()
-        self.given_up = threading.Event()
         self._failed: Exception | None = None
         self._outage = False
         self._watcher = threading.Thread(target=self._watch, name="vLLM's watcher", daemon=True)
@@ -104,40 +103,27 @@ class Replicas:
             raise self._failed
 
     def order(self, member: Member, order: Callable[[Control], None], forget: Callable[[Control], None]) -> None:
-        """Have a server do something. One of ours that is away, or does not answer, is the watcher's.
+        """Have a server do something. One that is away, or does not answer, is the watcher's.
 
-        One that is not ours is waited for: it is told again, after `forget` of what it was told before, since it may
-        have been started anew, which nobody may have noticed; so one that refuses is told once more. It stays `away`,
-        where it is, until the watcher has seen that it has the weights of all policies. Raises Unreached when it does
-        not answer for `_AWAY_SECONDS`, and WeightsRefused.
+        One that is not ours may have been started anew, which nobody may have noticed: where it refuses, it is told
+        once more, after `forget` of what it was told before. Raises WeightsRefused.
         """
-        if member.server is not None:
-            if not member.away:
-                try:
-                    order(member.control)
-                except Unreached:
-                    member.away = True
-                    member.server.stop()
-            return None
-        began, waited, refused = time.monotonic(), False, False
-        if member.away or member.silent_since is not None:
-            forget(member.control)
-        while True:
+        if member.away:
+            return
+        try:
             try:
-                return order(member.control)
+                order(member.control)
             except WeightsRefused:
-                if refused:
+                if member.server is not None:
                     raise
-                refused = True
-            except Unreached as error:
-                if time.monotonic() - began > _AWAY_SECONDS:
-                    raise _gone(error) from error
-                if not waited:
-                    _log.warning("%s; the update waits for it, up to %.0f s", error, _AWAY_SECONDS)
-                waited = True
-                if self.given_up.wait(_AGAIN_SECONDS) or self.over.is_set():
-                    raise
-            forget(member.control)
+                forget(member.control)
+                order(member.control)
+        except Unreached as error:
+            member.away = member.unfinished = True
+            if member.server is not None:
+                member.server.stop()
+            else:
+                _log.warning("%s; it is given the present weights when it does", error)
 
     def recovered(self) -> None:
         """Servers were given weights: calls need not wait any longer, where they did since no server was left."""
@@ -185,16 +171,17 @@ class Replicas:
     def _look_at(self, member: Member) -> None:
         """Ask a server that is not ours whether it has the present weights; one that was started anew is given them."""
         try:
-            if not self._has_weights(member):
-                with self.lock:  # which an update may have held that gave them
+            if member.away or not self._has_weights(member):
+                with self.lock:  # which an update may have held that gave them, or did not
                     if not self._has_weights(member):
                         self._lose(member)
                         member.silent_since = None
                         if not self._renew(member):
                             return
-                        _log.warning("vLLM at %s was started anew, and has the present weights", member.control.url)
-            elif member.away:
-                _log.warning("vLLM at %s answers again", member.control.url)
+                        _log.warning("vLLM at %s has the present weights", member.control.url)
+                    elif member.away:
+                        _log.warning("vLLM at %s answers again", member.control.url)
+                    member.away = False
         except (Unreached, VllmRefused) as error:
             now = time.monotonic()
             member.silent_since = member.silent_since or now
@@ -207,14 +194,16 @@ class Replicas:
                     )
                 self._lose(member)
         else:
-            member.away, member.silent_since = False, None
+            member.silent_since = None
             self.recovered()
 
     def _has_weights(self, member: Member) -> bool:
-        return all(policy.has_weights(member.control) for policy in self.policies)
+        return all(policy.has_weights(member.control) for policy in self.policies) and not member.unfinished
 
     def _renew(self, member: Member) -> bool:
+        member.unfinished = True
         given = [policy.renew(member.control) for policy in self.policies]
+        member.unfinished = not all(given)
         return all(given)
 
     def _lose(self, member: Member) -> None:

@@ -103,9 +103,9 @@ class EngineHealth:
                     if not pool.well():
                         raise EngineUnavailable(why) from error
 
-    async def go_on(self, pool: Engines, version: int | None, *, paused: bool) -> None:
+    async def go_on(self, pool: Engines, version: int | None, *, paused: bool, outdated: Collection[str] = ()) -> None:
         """Let the frozen engines go on; with a `version`, as those that have its weights, each that was not absent, or
-        says itself that it has them.
+        says itself that it has them; not those whose names are in `outdated`.
 
         The version is the model's as soon as each of them goes on; the others are away until they have it too.
         """
@@ -114,13 +114,17 @@ class EngineHealth:
         running = [
             each
             for each in pool.replicas
-            if each.trouble is None and not (paused and each.absent and each.reported != version)
+            if each.trouble is None
+            and each.name not in outdated
+            and not (paused and each.absent and each.reported != version)
         ]
         going_on = [each for each in pool.replicas if each.frozen or (version is not None and each in running)]
         await asyncio.gather(*(self._go_on(pool, each, version if each in running else None) for each in going_on))
         if version is not None:
             pool.version = version
             for replica in pool.replicas:
+                if replica.name in outdated:
+                    replica.engine.policy_version = min(replica.engine.policy_version, version - 1)
                 if pool.outdated(replica):
                     ALARMS.error("%s", pool.away(replica))
 

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -286,15 +286,16 @@ class Router:
             if name in self._engines:
                 await self._watch.freeze(self._engines[name], gate)
 
-    async def resume(self, model: str | None, policy_version: int | None) -> None:
+    async def resume(self, model: str | None, policy_version: int | None, outdated: Collection[str] = ()) -> None:
         """Let frozen and waiting calls go on, under `policy_version` where one is given.
 
-        Whoever gives one says that every engine has these weights that answered since the pause began. The version is
-        the model's as soon as each of those goes on; the others stay away until they have it too.
+        Whoever gives one says that every engine has these weights that answered since the pause began, except those
+        that `outdated` names. The version is the model's as soon as each of those goes on; the others stay away until
+        they have it too.
         """
         for name in self._named(model):
             if (pool := self._engines.get(name)) is not None:
-                await self._watch.go_on(pool, policy_version, paused=self.is_paused(name))
+                await self._watch.go_on(pool, policy_version, paused=self.is_paused(name), outdated=outdated)
             self._paused_at.pop(name, None)
             if (gate := self._paused.pop(name, None)) is not None:
                 gate.set()

@@ -92,8 +92,8 @@ class FakeGateway:
         if self.refuses is not None:
             raise self.refuses
 
-    async def resume(self, model=None, policy_version=None) -> None:
-        self.asked.append(("resume", model, policy_version))
+    async def resume(self, model=None, policy_version=None, outdated=()) -> None:
+        self.asked.append(("resume", model, policy_version, *outdated))
         self.paused = False
 
     async def detach(self, engine: str) -> None:

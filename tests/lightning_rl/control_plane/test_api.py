@@ -588,6 +588,14 @@ def test_generations_in_flight_have_until_the_deadline_or_no_time_at_all(served)
         served.client().pause("n")
 
 
+def test_the_gateway_is_told_which_engines_lack_the_weights_by_its_own_names(served) -> None:
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    for url in urls:
+        served.call("POST", "/api/v1/engines", {"model": "m", "kind": "vllm", "url": url})
+    served.client().resume("m", 4, outdated=[urls[1], "http://127.0.0.1:3"])
+    assert served.gateway.asked[-1] == ("resume", "m", 4, "m 1")
+
+
 def test_an_engine_that_cannot_freeze_is_an_error_and_pauses_nothing(served) -> None:
     served.gateway.refuses = EngineRefused("engine e has no /pause; start it with VLLM_SERVER_DEV_MODE=1")
     with pytest.raises(Conflict, match="VLLM_SERVER_DEV_MODE=1"):

@@ -123,7 +123,7 @@ class Colocated:
         )
         self.models.actor = self.actor = CountedActor(card, config)
         policy.make_room = self.models._make_room
-        store: Any = SimpleNamespace(pause=lambda *_, **__: None, resume=lambda *_: None)
+        store: Any = SimpleNamespace(pause=lambda *_, **__: None, resume=lambda *_, **__: None)
         self.weights = WeightSync(config, store, self.models)
         [of_run] = policies_of(config)
         self.learner = PolicyLearner(of_run, resolved_config.step_rules(compose()))

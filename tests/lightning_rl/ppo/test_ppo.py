@@ -310,7 +310,7 @@ def test_weights_are_published_under_a_pause_that_ends_without_the_trainer(tmp_p
         def pause(self, model: str, **more: Any) -> None:
             said.append(("pause", model, more))
 
-        def resume(self, model: str, policy_version: int) -> None:
+        def resume(self, model: str, policy_version: int, **more: Any) -> None:
             said.append(("resume", model, policy_version))
 
     class Policy:

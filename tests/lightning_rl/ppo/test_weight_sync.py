@@ -1,5 +1,6 @@
 """New weights come while calls wait at the gateway, and calls wait no longer than the engine is away."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from lightning_rl.config import compose
 from lightning_rl.inference.vllm.policy import VllmPolicy
+from lightning_rl.inference.vllm.replicas import Member, Replicas
 from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.store.errors import StoreUnwritable
 
@@ -21,8 +23,8 @@ class Told:
         assert lease_seconds > 60
         self.told.append(("pause", model, mode))
 
-    def resume(self, model: str, version: int | None = None) -> None:
-        self.told.append(("resume", model, version))
+    def resume(self, model: str, version: int | None = None, *, outdated: Sequence[str] = ()) -> None:
+        self.told.append(("resume", model, version, *outdated))
 
     def send_weights(self, version: int) -> None:
         self.told.append(("weights", version))
@@ -50,8 +52,7 @@ def test_calls_wait_while_an_engine_starts_again_and_go_on_when_it_is_there() ->
 
 
 def test_an_outage_while_the_trainer_holds_calls_goes_on_behind_it_and_a_pause_that_failed_is_tried_again() -> None:
-    told, engine = Told(), VllmPolicy.__new__(VllmPolicy)
-    engine.name = "m"
+    told, engine = Told(), vllm("http://a", "http://b")
     synced = sync(told, policy=engine)
     synced.watch_outages()
     synced._hold("drain")
@@ -67,6 +68,19 @@ def test_an_outage_while_the_trainer_holds_calls_goes_on_behind_it_and_a_pause_t
     told.pause = pause  # type: ignore[method-assign]
     engine.on_outage(True)
     assert told.told[4:] == [("pause", "m", "keep")]
+
+
+def test_the_gateway_is_told_which_servers_have_not_taken_the_weights() -> None:
+    told, engine = Told(), vllm("http://a", "http://b")
+    engine.replicas.members[1].away = True
+    sync(told, policy=engine).publish(4)
+    assert told.told[2:] == [("resume", "m", 4, "http://b")]
+
+
+def vllm(*urls: str) -> VllmPolicy:
+    engine = VllmPolicy.__new__(VllmPolicy)
+    engine.name, engine.replicas = "m", Replicas([Member(url, None) for url in urls])
+    return engine
 
 
 def test_a_store_that_is_away_does_not_end_an_engine(caplog: pytest.LogCaptureFixture) -> None:

@@ -572,6 +572,29 @@ def test_an_engine_that_was_away_during_an_update_lacks_it_until_it_says_otherwi
     run(work)
 
 
+def test_an_engine_that_is_said_to_lack_the_weights_goes_on_with_its_own_and_gets_no_call_until_it_has_them() -> None:
+    async def work() -> None:
+        updated, missed = Labelled(), Labelled()
+        router = routing(updated, missed)
+        await router.check()
+        held = Held(router, home=missed)
+        await held.begin()
+        for version in (1, 1):  # also where these weights are told once more
+            await router.pause(None)
+            assert missed.frozen
+            await router.resume(None, version, outdated=["m 1"])
+            assert not missed.frozen
+            assert [(each.label, each.policy_version) for each in (updated, missed)] == [(1, 1), (0, 0)]
+            assert [why is None for why in away(router)] == [True, False]
+        await held.end()
+        missed.label = 1  # it is given them later
+        await router.check()
+        assert away(router) == [None, None]
+        assert missed.policy_version == 1
+
+    run(work)
+
+
 def test_an_engine_that_came_back_before_an_update_gets_it_and_one_that_came_back_in_it_does_not() -> None:
     async def work() -> None:
         before, within = Engine(), Engine()

@@ -1,7 +1,9 @@
 """The pauses of a gateway: each ends with its own lease."""
 
 import asyncio
+from typing import Any
 
+from lightning_rl.control_plane.gateways.engines import Engines
 from lightning_rl.control_plane.gateways.gateway_control import PauseRequest, Pauses
 
 
@@ -17,14 +19,15 @@ class TwoModels:
     async def pause(self, model: str | None, drain_seconds: float) -> None:
         self.paused |= set("ab") if model is None else {model}
 
-    async def resume(self, model: str | None, policy_version: int | None = None) -> None:
+    async def resume(self, model: str | None, policy_version: int | None = None, outdated: Any = ()) -> None:
         self.paused -= set("ab") if model is None else {model}
 
 
 def test_the_end_of_a_pause_of_all_models_ends_no_pause_that_one_of_them_has_by_its_name() -> None:
     async def scenario() -> tuple[bool, bool]:
-        gateway = TwoModels()
-        pauses = Pauses(gateway)
+        gateway: Any = TwoModels()
+        engines = Engines(gateway, gateway)
+        pauses = Pauses(gateway, engines)
         await pauses.pause(PauseRequest(lease_seconds=0.05))
         await pauses.pause(PauseRequest(model="b", lease_seconds=60))  # an update of its weights begins
         while pauses.is_paused("a"):

@@ -69,7 +69,7 @@ class Servers:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("WATCH_SECONDS", 0.001), ("_SILENT_SECONDS", 0.0), ("_AGAIN_SECONDS", 0.001)):
+    for name, seconds in (("WATCH_SECONDS", 0.001), ("_SILENT_SECONDS", 0.0)):
         monkeypatch.setattr(module, name, seconds)
 
 
@@ -128,34 +128,46 @@ def test_weights_in_training_are_not_given_and_calls_wait_for_the_update(watched
     with replicas.lock:
         servers.in_training = False
         replicas.order(replicas.members[0], servers.give, servers.forget)
-        assert replicas.members[0].away  # another policy's weights may not be there yet
+        assert servers.weights["http://a"] == NONE_GIVEN  # the watcher gives it those of all policies
     until(lambda: servers.told[-1] is False)
     assert not replicas.members[0].away
 
 
-def test_an_update_waits_for_a_server_that_ended_and_forgets_what_it_was_told_before(watched: Watched) -> None:
+def test_an_update_does_not_wait_for_a_server_that_ends_which_is_given_the_weights_when_it_is_back(
+    watched: Watched,
+) -> None:
+    servers, replicas = watched("http://a", "http://b")
+    with replicas.lock:
+        servers.end("http://b")
+        for member in replicas.members:
+            servers.forget(member.control)
+            replicas.order(member, servers.give, servers.forget)
+    assert [member.away for member in replicas.members] == [False, True]
+    servers.start("http://b")
+    until(lambda: not replicas.members[1].away)
+    assert servers.weights["http://b"] == GIVEN
+
+
+def test_a_server_whose_update_was_broken_off_is_given_the_weights_again_whatever_it_says(watched: Watched) -> None:
+    """It labels them before it forgets what older ones have computed."""
     servers, replicas = watched("http://a")
-    servers.end("http://a")
-    asked: list[str] = []
 
     def give(control: Control) -> None:
-        asked.append(control.url)
-        if len(asked) == 3:
-            servers.start("http://a")
+        servers.forget(control)
         servers.give(control)
+        raise Unreached("the connection broke")
 
     with replicas.lock:
         replicas.order(replicas.members[0], give, servers.forget)
-    assert len(asked) == 4
-    assert servers.weights["http://a"] == GIVEN
+        assert servers.weights["http://a"] == GIVEN
+    until(lambda: not replicas.members[0].away)
+    assert "renew http://a" in servers.told
 
 
-@pytest.mark.parametrize("noticed", [False, True])
-def test_a_server_that_is_back_when_an_update_comes_is_told_again_what_is_sent(watched: Watched, noticed: bool) -> None:
+def test_a_server_that_was_started_anew_unseen_when_an_update_comes_is_told_again_what_is_sent(
+    watched: Watched,
+) -> None:
     servers, replicas = watched("http://a", "http://b")
-    if noticed:
-        servers.end("http://a")
-        until(lambda: replicas.members[0].away)
     with replicas.lock:
         servers.start("http://a")
         replicas.order(replicas.members[0], servers.give, servers.forget)
@@ -169,15 +181,11 @@ def test_weights_that_a_server_refuses_twice_are_refused(watched: Watched) -> No
         replicas.order(replicas.members[0], servers.give, lambda _: None)
 
 
-def test_a_server_that_stays_away_ends_the_run_and_the_update(
-    watched: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_stays_away_ends_the_run(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_AWAY_SECONDS", 0.01)
     servers, replicas = watched("http://a")
     servers.end("http://a")
     advice = "vLLM at http://a does not answer; it was waited for, .*: start the server again, and then resume the run"
-    with pytest.raises(Unreached, match=advice):
-        replicas.order(replicas.members[0], servers.give, servers.forget)
     with pytest.raises(Unreached, match=advice):
         until(lambda: replicas.check() is not None)
 

@@ -178,6 +178,39 @@ def test_weights_that_one_server_refuses_are_refused_at_once_though_another_is_a
         policy.update_weights(model, 1)
 
 
+def test_all_servers_take_the_first_weights_and_one_that_is_back_later_samples_nothing_while_it_takes_them(
+    tmp_path: Path,
+) -> None:
+    options = Options(python="", dtype="float32", device="cpu", processed_logprobs=False)
+    urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    policy = VllmPolicy(ModelSource(CHECKPOINT, device="cpu"), options, tmp_path, urls=urls)
+    model, transfer, last = cast(Any, policy.model), cast(Any, policy._transfer), cast(Any, policy._members[1].control)
+    there, asked = set(urls), list[str]()
+
+    def give(control: Control) -> None:
+        asked.append("give")
+        if control.url not in there:
+            raise Unreached(f"{control.url} does not answer")
+
+    transfer.give = give
+    policy._prove = lambda *_: None  # type: ignore[method-assign]
+    policy.update_weights(model, 1)
+    assert policy.urls_away == []
+    there.remove(urls[1])
+    policy.update_weights(model, 2)
+    assert policy.urls_away == urls[1:]
+    there.add(urls[1])
+    asked.clear()
+    last._order = lambda path, body=None: asked.append(path)
+    assert policy.renew(last)
+    assert asked == ["/pause?mode=abort", "give", "/resume"]
+    another = VllmPolicy(ModelSource(CHECKPOINT, device="cpu"), options, tmp_path, urls=[urls[0], "http://127.0.0.1:3"])
+    another._transfer = transfer
+    transfer.offer = lambda *_: None
+    with pytest.raises(Unreached, match=r"vLLM at http://127\.0\.0\.1:3 does not answer: when a run begins, all must"):
+        another.update_weights(model, 0)
+
+
 @pytest.mark.parametrize("status", [502, 503, 504])
 def test_a_proxy_that_does_not_reach_its_server_is_a_server_that_does_not_answer(status: int) -> None:
     control = Control("http://127.0.0.1:1")
