@@ -15,9 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from lightning_rl.errors import Explained
+
 Ints = NDArray[np.int64]
 
 SHORTEST_PREFIX = 8  # fewer tokens are sooner read again than copied
+OTHER_ENGINE = "use vLLM, actor_rollout_ref.rollout.name=vllm, or SGLang"
+
+
+class ModelUnfit(Explained, ValueError):
+    """The embedded engine cannot sample from a model, or not with such a context."""
 
 
 def at_first(max_rows: int, max_length: int) -> tuple[int, int]:
@@ -48,9 +55,9 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         if key_states.shape != value_states.shape:
-            raise ValueError(
-                f"keys {tuple(key_states.shape)} and values {tuple(value_states.shape)} differ in "
-                "shape: the embedded engine has no cache for such attention; serve it with vLLM"
+            raise ModelUnfit(
+                f"the model's keys are {key_states.shape[-1]} numbers wide, its values {value_states.shape[-1]}: the "
+                f"embedded engine has no cache for such attention; {OTHER_ENGINE}"
             )
         self.cache.allocate(key_states.shape[1], key_states.shape[3], key_states)
 

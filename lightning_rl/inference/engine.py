@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from lightning_rl.inference import scheduler
 from lightning_rl.inference.batch import Sequence, picture_of
-from lightning_rl.inference.cache import Prefixes
+from lightning_rl.inference.cache import ModelUnfit, Prefixes
 from lightning_rl.inference.continuous_batch import ContinuousBatch, Step
-from lightning_rl.inference.policy import ModelUnfit, Policy
+from lightning_rl.inference.policy import Policy
 from lightning_rl.inference.sampler import stream_key
 from lightning_rl.inference.scheduler import Scheduler
 from lightning_rl.inference.sequence import Event, Failure, GenerationRequest, Output, Token

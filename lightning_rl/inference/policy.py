@@ -12,10 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_rl.errors import Explained
 from lightning_rl.inference import fused
 from lightning_rl.inference.adapters import Adapters
-from lightning_rl.inference.cache import SlotCache
+from lightning_rl.inference.cache import OTHER_ENGINE, ModelUnfit, SlotCache
 from lightning_rl.vision import PlacedFeatures, showing
 
 Ints = NDArray[np.int64]
@@ -23,11 +22,6 @@ Ints = NDArray[np.int64]
 CHUNK_TOKENS = 4096  # bounds a pass's attention mask to CHUNK_TOKENS x window floats
 CHECK_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 CHECK_TOLERANCE_LOW_PRECISION = 0.5
-_OTHER_ENGINE = "use vLLM, actor_rollout_ref.rollout.name=vllm, or SGLang"
-
-
-class ModelUnfit(Explained, ValueError):
-    """The embedded engine cannot sample from a model, or not with such a context."""
 
 
 class Policy:
@@ -229,7 +223,7 @@ class Policy:
         if not error <= CHECK_TOLERANCE.get(self.dtype, CHECK_TOLERANCE_LOW_PRECISION):
             raise ModelUnfit(
                 f"{type(self.model).__name__}: log probabilities of the embedded engine are off by {error:.3g} from "
-                f"those of the plain forward pass, so it cannot run this architecture: {_OTHER_ENGINE}"
+                f"those of the plain forward pass, so it cannot run this architecture: {OTHER_ENGINE}"
             )
 
 
@@ -241,14 +235,14 @@ def _require_plain_attention(model: nn.Module, config: object, max_length: int) 
     if odd := kinds - {"full_attention", "sliding_attention"}:
         raise ModelUnfit(
             f"{name} has layers of {', '.join(sorted(odd))}, and the embedded engine has attention only: "
-            f"{_OTHER_ENGINE}"
+            f"{OTHER_ENGINE}"
         )
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds or not getattr(config, "layer_types", None)
     if window is not None and slides and max_length > window:
         raise ModelUnfit(
             f"{name} attends to a window of {window} tokens, which the embedded engine's context of {max_length} must "
-            f"not exceed: set actor_rollout_ref.rollout.max_model_len={window}, or {_OTHER_ENGINE}"
+            f"not exceed: set actor_rollout_ref.rollout.max_model_len={window}, or {OTHER_ENGINE}"
         )
 
 

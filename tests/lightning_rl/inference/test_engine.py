@@ -5,10 +5,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, DeepseekV2Config, MistralConfig
 
 from lightning_rl.inference import engine as engine_room
 from lightning_rl.inference import fused, scheduler
+from lightning_rl.inference.cache import ModelUnfit
 from lightning_rl.inference.engine import EmbeddedEngine, EngineStopped
 from lightning_rl.inference.sequence import GenerationRequest, GenerationSampling
 from tests.random_examples import examples
@@ -468,6 +469,14 @@ def test_windows_shorter_than_the_length_are_refused():
         EmbeddedEngine(model)
     with EmbeddedEngine(model, max_model_len=16) as engine:
         assert len(ask(engine, [1] * 6).result(TIMEOUT).token_ids) == 10
+
+
+def test_attention_whose_keys_and_values_are_of_two_shapes_is_refused():
+    heads = {"q_lora_rank": None, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    config = DeepseekV2Config(**SIZE | {"num_key_value_heads": SIZE["num_attention_heads"]}, **heads)
+    config.first_k_dense_replace = SIZE["num_hidden_layers"]
+    with pytest.raises(ModelUnfit, match=r"keys are 8 numbers wide, its values 4: .*; use vLLM"):
+        EmbeddedEngine(AutoModelForCausalLM.from_config(config))
 
 
 def test_the_engines_seed_fixes_what_requests_without_one_get():
