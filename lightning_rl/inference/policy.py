@@ -234,8 +234,7 @@ def _require_plain_attention(model: nn.Module, config: object, max_length: int) 
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if odd := kinds - {"full_attention", "sliding_attention"}:
         raise ModelUnfit(
-            f"{name} has layers of {', '.join(sorted(odd))}, and the embedded engine has attention only: "
-            f"{OTHER_ENGINE}"
+            f"{name} has layers of {', '.join(sorted(odd))}, and the embedded engine has attention only: {OTHER_ENGINE}"
         )
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in kinds or not getattr(config, "layer_types", None)

@@ -2,12 +2,14 @@
 
 The place of an update is after the gateway's pause and before its resume: that pause retracts the requests, so that the
 cache of the old weights can be flushed while they wait. What was sampled keeps its version, what comes next has the new
-one. An invariant as with vLLM: after an update a server's log probabilities are compared with the model's. A `Scorer`
-asks such a server what its model says of rows: a teacher's.
+one. Invariants as with vLLM: after an update a server's log probabilities are compared with the model's, and a server
+that was started anew takes calls only when it has the present weights. A `Scorer` asks a teacher's server what its
+model says of rows.
 """
 
+import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -18,18 +20,20 @@ from torch import Tensor, nn
 
 from lightning_rl.errors import Explained
 from lightning_rl.inference.load import ModelSource
+from lightning_rl.inference.servers.errors import ServerRefused, Unreached, WeightsRefused
+from lightning_rl.inference.servers.replicas import Member, Replicas
 from lightning_rl.inference.weights.check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
 from lightning_rl.inference.weights.stream import WeightStream, as_saved, export_model, stream_of
 
-_PATH = "/update_weights_from_disk"
+_AWAY = (502, 503, 504)  # of a proxy before it, or of a server that starts
+_READY = "/ready"  # answered with 503 while it is paused, too
 _CONNECT_SECONDS = 10.0
+_WORD_SECONDS = 30.0  # for what it only has to say
 _SAMPLE_SECONDS = 60.0
+_UPDATE_SECONDS = 600.0  # a large model is read from a slow disk
 _SCORE_SECONDS = 600.0
 _SCORED_AT_ONCE = 16
-
-
-class WeightsNotUpdated(Explained, RuntimeError):
-    """The server did not say that it took the weights and flushed its caches: it must not sample for training."""
+_log = logging.getLogger(__name__)
 
 
 class ScoresRefused(Explained, RuntimeError):
@@ -45,6 +49,71 @@ class _SglangReply(msgspec.Struct):
     message: str = ""
 
 
+class _Control:
+    """The SGLang server at `url`."""
+
+    engine = "SGLang"
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._pool = urllib3.PoolManager(retries=False)
+
+    def update(self, folder: Path, version: int, *, abort: bool = False, seconds: float = _UPDATE_SECONDS) -> None:
+        """Load the checkpoint in `folder` under the name of `version`, and flush all caches. What is under way ends
+        before, unless it is paused; with `abort` at once. Raises WeightsRefused or Unreached."""
+        body = {
+            "model_path": str(folder),
+            "weight_version": str(version),
+            "flush_cache": True,
+            "abort_all_requests": abort,
+        }
+        status, data = self._ask("POST", "/update_weights_from_disk", seconds, body)
+        reply = _reply_of(data)
+        if status != 200 or reply is None or not reply.success:
+            message = reply.message if reply else data[:500].decode(errors="replace")
+            raise WeightsRefused(
+                f"SGLang server {self.url} did not take version {version} from {folder} ({status}): {message}"
+            )
+
+    def weight_version(self) -> str:
+        """The label of its weights, `default` where it was given none. Raises ServerRefused and Unreached."""
+        return str(self._told("GET", "/model_info", _WORD_SECONDS)["weight_version"])
+
+    def paused(self) -> bool:
+        """Whether it samples nothing until it goes on. Raises Unreached."""
+        return self._ask("GET", _READY, _CONNECT_SECONDS)[0] == 503
+
+    def sample(self, prompt: list[int], n: int) -> SampledTokens:
+        """`n` tokens behind a prompt at temperature 1, whatever they are. Raises ServerRefused and Unreached."""
+        parameters = {"max_new_tokens": n, "temperature": 1.0, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True}
+        reply = self._told("POST", "/generate", _SAMPLE_SECONDS, body)
+        return SampledTokens(reply["output_ids"], [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+
+    def close(self) -> None:
+        """Free its connections."""
+        self._pool.clear()
+
+    def _told(self, method: str, path: str, seconds: float, body: Any = None) -> dict[str, Any]:
+        status, data = self._ask(method, path, seconds, body)
+        if status != 200:
+            raise ServerRefused(f"SGLang at {self.url}: {method} {path} answered {status}: {data[:500]!r}", status)
+        try:
+            return msgspec.json.decode(data, type=dict)
+        except msgspec.DecodeError as error:  # of a proxy before it
+            raise Unreached(f"SGLang at {self.url}{path} answers with no JSON object: {data[:200]!r}") from error
+
+    def _ask(self, method: str, path: str, seconds: float, body: Any = None) -> tuple[int, bytes]:
+        timeout = urllib3.Timeout(connect=_CONNECT_SECONDS, read=seconds)
+        try:
+            answer = self._pool.request(method, self.url + path, json=body, timeout=timeout)
+        except urllib3.exceptions.HTTPError as error:
+            raise Unreached(f"SGLang at {self.url}{path} does not answer: {error}") from error
+        if answer.status in _AWAY and path != _READY:
+            raise Unreached(f"SGLang at {self.url}{path} does not answer: HTTP status {answer.status}")
+        return answer.status, answer.data
+
+
 class SGLangPolicy:
     """The model of `source`, sampled by the SGLang servers at `urls`.
 
@@ -54,7 +123,8 @@ class SGLangPolicy:
         tolerance: how far log probabilities of server and model may be apart.
 
     `name` is what the gateway calls it, `folder` holds its tokenizer, `model` is the one that is trained. `score` is
-    what the model says of tokens, by which servers are judged; None: nobody can say yet.
+    what the model says of tokens, by which servers are judged; None: nobody can say yet. `on_outage` is called, from
+    another thread, with True when no server is left that could answer, and with False when one is back.
     """
 
     takes_adapter = False
@@ -73,39 +143,50 @@ class SGLangPolicy:
         self._vocabulary = int(model.config.get_text_config().vocab_size)
         self._version: int | None = None
         self._proven = False
-        self._urls = [url.rstrip("/") for url in urls]
+        self.on_outage: Callable[[bool], None] = lambda away: None
+        self.replicas = Replicas([Member(_Control(url)) for url in urls])
+        self.replicas.policies.append(self)
         self._outbox = (run_dir / "weights").resolve()
         self._tolerance = tolerance
 
     def start(self) -> None:
-        """Nothing: the servers run already. Whoever calls this calls `close`, whatever comes between."""
+        """Watch the servers, which run already. Whoever calls this calls `close`, whatever comes between."""
+        shutil.rmtree(self._outbox, ignore_errors=True)
+        self.replicas.start()
 
     def registrations(self) -> list[dict[str, Any]]:
         """What the gateway is told of the servers."""
-        return [{"model": self.name, "kind": "sglang", "url": url, "policy_version": 0} for url in self._urls]
+        return [
+            {"model": self.name, "kind": "sglang", "url": member.control.url, "policy_version": 0}
+            for member in self.replicas.members
+        ]
 
     def update_weights(
         self, weights: nn.Module | Mapping[str, Tensor] | WeightStream, version: int, *, partial: bool = False
     ) -> None:
-        """Give every server new weights; returns when all sample with them. Calls should wait meanwhile.
+        """Give every server new weights; returns when all that answer sample with them. Calls should wait meanwhile.
 
         Args:
             weights: the model, its whole state dict, or a stream of all under their names in the checkpoint.
             version: the policy version of every token sampled from here on.
             partial: not possible here, since a server reads whole checkpoints.
 
-        Raises WeightsNotUpdated or EngineMismatch.
+        A server that is away is given them when it is back; the first time all must be there.
+
+        Raises WeightsRefused, Unreached or EngineMismatch.
         """
         if partial:
             raise ValueError("SGLang takes the whole model's weights, not some of them")
         own = weights if isinstance(weights, WeightStream) else as_saved(self.model, stream_of(weights))
-        folder = self._outbox / f"version-{version}"
-        export_model(self.model, own, folder)
-        self._version = version
-        for url in self._urls:
-            update_from_disk(url, folder, version)
+        with self.replicas.lock:
+            first, former = self._version is None, self._version
+            export_model(self.model, own, self._folder_of(version))
+            self._version = version
+            self.replicas.order_all(lambda control: control.update(self._folder_of(version), version), _tell_nothing)
+            if former not in (None, version):
+                shutil.rmtree(self._folder_of(former))
+        self.replicas.updated(first=first)
         self._compare()
-        shutil.rmtree(folder)
 
     def prove(self) -> None:
         """Compare what servers sample with what the model says, where that was never done. Raises EngineMismatch."""
@@ -115,24 +196,56 @@ class SGLangPolicy:
     def _compare(self) -> None:
         if self.score is None or self._version is None:
             return
-        for url in self._urls:
-            if not _is_paused(url):
+        for member in self.replicas.members:
+            if not member.away:
+                self._prove(member, self.score, self._version)
+
+    def _prove(self, member: Member[_Control], score: LogProbs, version: int) -> None:
+        """Compare a server's log probabilities with the model's, unless it is paused. It may have ended."""
+        control = member.control
+        try:
+            if not control.paused() and self.has_weights(control):
                 prove(
-                    self.score,
+                    score,
                     self._vocabulary,
-                    lambda prompt, n, url=url: _sample(url, prompt, n),  # type: ignore[misc]
-                    engine=f"SGLang at {url}",
-                    version=self._version,
+                    control.sample,
+                    engine=str(member),
+                    version=version,
                     tolerance=self._tolerance,
                 )
                 self._proven = True
+        except (Unreached, ServerRefused) as error:  # it is the watcher's
+            _log.warning("%s: what it samples is not compared with the model this time", error)
+
+    def has_weights(self, control: _Control) -> bool:
+        """See `SampledPolicy`."""
+        return control.weight_version() == str(self._version) or self._version is None
+
+    def renew(self, control: _Control) -> bool:
+        """See `SampledPolicy`."""
+        if self._version is not None:
+            control.update(self._folder_of(self._version), self._version, abort=True)
+        return True
+
+    def tell_outage(self, away: bool) -> None:
+        """See `SampledPolicy`."""
+        self.on_outage(away)
 
     def check(self) -> None:
-        """Nothing: the gateway watches servers that are not ours."""
+        """Raise that all servers have been away for long, when they have."""
+        self.replicas.check()
 
     def close(self) -> None:
-        """Remove what was on its way."""
+        """Watch no longer, and remove what was on its way."""
+        self.replicas.close()
         shutil.rmtree(self._outbox, ignore_errors=True)
+
+    def _folder_of(self, version: int) -> Path:
+        return self._outbox / f"version-{version}"
+
+
+def _tell_nothing(_: _Control) -> None:
+    """A server is told all of an update at once."""
 
 
 class ScorerUnreached(ScoresRefused):
@@ -190,26 +303,13 @@ class Scorer:
             raise ScorerUnreached(f"SGLang at {self.url}{path} answers with no JSON object: {text}") from error
 
 
-def update_from_disk(url: str, folder: Path, version: int, *, seconds: float = 600.0) -> None:
+def update_from_disk(url: str, folder: Path, version: int, *, seconds: float = _UPDATE_SECONDS) -> None:
     """Let the SGLang server at `url` load the checkpoint in `folder` and call it `version`; its caches are flushed.
 
     `folder` is a path on the server's machine, with the layout of a Hugging Face checkpoint. A server that was not
-    paused ends its requests first. Raises WeightsNotUpdated.
+    paused ends its requests first. Raises WeightsRefused, and Unreached where it does not answer.
     """
-    url = url.rstrip("/")
-    body = {
-        "model_path": str(folder),
-        "weight_version": str(version),
-        "flush_cache": True,
-        "abort_all_requests": False,
-    }
-    answer = _ask("POST", url, _PATH, seconds, body)
-    reply = _reply_of(answer.data)
-    if answer.status != 200 or reply is None or not reply.success:
-        message = reply.message if reply else answer.data[:500].decode(errors="replace")
-        raise WeightsNotUpdated(
-            f"SGLang server {url} did not take version {version} from {folder} ({answer.status}): {message}"
-        )
+    _Control(url).update(folder, version, seconds=seconds)
 
 
 def _reply_of(body: bytes) -> _SglangReply | None:
@@ -217,26 +317,3 @@ def _reply_of(body: bytes) -> _SglangReply | None:
         return msgspec.json.decode(body, type=_SglangReply)
     except msgspec.DecodeError:
         return None
-
-
-def _ask(method: str, url: str, path: str, seconds: float, body: Any = None) -> urllib3.BaseHTTPResponse:
-    timeout = urllib3.Timeout(connect=_CONNECT_SECONDS, read=seconds)
-    try:
-        return urllib3.request(method, url + path, json=body, timeout=timeout, retries=False)
-    except urllib3.exceptions.HTTPError as error:
-        raise WeightsNotUpdated(f"SGLang server {url} gave no answer to {path}: {error}") from error
-
-
-def _is_paused(url: str) -> bool:
-    return _ask("GET", url, "/ready", _CONNECT_SECONDS).status == 503
-
-
-def _sample(url: str, prompt: list[int], n: int) -> SampledTokens:
-    """Some tokens behind a prompt, whatever they are."""
-    parameters = {"max_new_tokens": n, "temperature": 1.0, "ignore_eos": True}
-    body = {"input_ids": prompt, "sampling_params": parameters, "return_logprob": True}
-    answer = _ask("POST", url, "/generate", _SAMPLE_SECONDS, body)
-    if answer.status != 200:
-        raise WeightsNotUpdated(f"SGLang server {url} does not sample after the update: {answer.data[:500]!r}")
-    reply = answer.json()
-    return SampledTokens(reply["output_ids"], [entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])

@@ -64,8 +64,8 @@ class WeightSync:
             policy.prove()
 
     def watch_outages(self) -> None:
-        """Let calls wait at the gateway while all servers of vLLM are away, rather than fail."""
-        if isinstance(self._models.policy, VllmPolicy):
+        """Let calls wait at the gateway while all servers are away, rather than fail."""
+        if isinstance(self._models.policy, VllmPolicy | SGLangPolicy):
             self._models.policy.on_outage = self._on_outage
 
     def _hold(self, mode: str) -> None:
@@ -77,7 +77,7 @@ class WeightSync:
         with self._pausing:
             self._held = self._waiting = False
             policy = self._models.policy
-            outdated = policy.urls_away if isinstance(policy, VllmPolicy) else ()
+            outdated = policy.replicas.urls_away if isinstance(policy, VllmPolicy | SGLangPolicy) else ()
             self._store.resume(policy.name, version, outdated=outdated)
             self._settle()
 

@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from lightning_rl.errors import Explained
+from lightning_rl.inference.servers.errors import Unreached
 from lightning_rl.inference.sglang import Scorer, ScorerUnreached, ScoresRefused
-from lightning_rl.inference.vllm.control import Control, Unreached, VllmRefused
+from lightning_rl.inference.vllm.control import Control, VllmRefused
 from lightning_rl.training.batch import OF_TEACHER, TrainingSequence
 from lightning_rl.training.forward import Forward
 from lightning_rl.training.reference import Reference

@@ -14,8 +14,8 @@ import torch
 
 import lightning_rl as lrl
 from lightning_rl.inference.load import ModelSource
+from lightning_rl.inference.servers.errors import WeightsRefused
 from lightning_rl.inference.vllm.command import Options
-from lightning_rl.inference.vllm.control import WeightsRefused
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.vllm.transfer import AdapterTransfer
 from lightning_rl.telemetry.metrics.jsonl import read

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from lightning_rl.inference.load import ModelSource
+from lightning_rl.inference.servers.errors import WeightsRefused
 from lightning_rl.inference.vllm.command import Options
-from lightning_rl.inference.vllm.control import Control, WeightsRefused
+from lightning_rl.inference.vllm.control import Control
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.inference.weights.check import EngineMismatch
 from lightning_rl.inference.weights.stream import as_saved

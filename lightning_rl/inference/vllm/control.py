@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import urllib3
 
-from lightning_rl.errors import Explained
+from lightning_rl.inference.servers.errors import ServerRefused, Unreached, WeightsRefused
 from lightning_rl.inference.weights.check import SampledTokens
 
 _SECONDS = 600.0  # a large file is read from a slow disk
@@ -21,24 +21,17 @@ _WITH_ADAPTERS = "--enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 _HEADERS = {"content-type": "application/json", "connection": "close"}
 
 
-class WeightsRefused(Explained, RuntimeError):
-    """A vLLM server did not take weights; the message says which and why."""
-
-
-class VllmRefused(Explained, RuntimeError):
-    """A vLLM server answered with an error, of HTTP `status`."""
+class VllmRefused(ServerRefused):
+    """A vLLM server answered with an error."""
 
     def __init__(self, prefix: str, response: urllib3.BaseHTTPResponse) -> None:
-        self.status = response.status
-        super().__init__(prefix + _message(response.data))
-
-
-class Unreached(Explained, RuntimeError):
-    """A vLLM server does not answer."""
+        super().__init__(prefix + _message(response.data), response.status)
 
 
 class Control:
     """The server at `url`, which must run with VLLM_SERVER_DEV_MODE=1 and our plugin (`docs/engines.md`)."""
+
+    engine = "vLLM"
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")

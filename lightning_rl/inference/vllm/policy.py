@@ -7,7 +7,6 @@ shapes are the trained model's; and what it then gives as log probabilities is c
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial as bind
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 
 from lightning_rl.inference.adapters import linear_names, shareable
 from lightning_rl.inference.load import ModelSource
+from lightning_rl.inference.servers.errors import Unreached
+from lightning_rl.inference.servers.replicas import Member, OwnServer, Replicas
 from lightning_rl.inference.vllm.command import Options
-from lightning_rl.inference.vllm.control import Control, Unreached, VllmRefused
-from lightning_rl.inference.vllm.replicas import WATCH_SECONDS, Member, OwnServer, Replicas
+from lightning_rl.inference.vllm.control import Control, VllmRefused
 from lightning_rl.inference.vllm.server import VllmServer
 from lightning_rl.inference.vllm.transfer import AdapterTransfer, Transfer, transfer_of
 from lightning_rl.inference.weights.check import FLOAT32, LogProbs, SampledTokens, Tolerance, log_probs_of, prove
@@ -87,11 +87,11 @@ class VllmPolicy:
         self._tolerance = tolerance
         self._outbox = run_dir / "weights"
         if beside and self.takes_adapter:
-            self.replicas: Replicas = beside[0].replicas
+            self.replicas: Replicas[Control] = beside[0].replicas
         else:
-            attached = [Member(url, None) for url in urls]
+            attached = [Member(Control(url)) for url in urls]
             own = [(make or _child)(self._options, run_dir, i) for i in range(0 if attached else options.servers)]
-            self.replicas = Replicas(attached + [Member(server.url, server) for server in own])
+            self.replicas = Replicas(attached + [Member(Control(server.url), server) for server in own])
         self.replicas.policies.append(self)
         self._version: int | None = None
         self._asleep = False
@@ -134,7 +134,7 @@ class VllmPolicy:
 
         A server that is away is given them when it is back; the first time all must be there.
 
-        Raises WeightsRefused, Unreached, EngineMismatch or VllmNotStarted.
+        Raises WeightsRefused, Unreached, EngineMismatch, VllmNotStarted or ServerEnded.
         """
         if partial:
             raise ValueError("vLLM takes the whole model's weights, not some of them")
@@ -143,12 +143,7 @@ class VllmPolicy:
             self._transfer.offer(own, version)
             first, self._version, self._in_training = self._version is None, version, False
             self._wake_and_give()
-        if first and (missing := [member.control.url for member in self._members if member.away and not member.server]):
-            raise Unreached(f"vLLM at {', '.join(missing)} does not answer: when a run begins, all must")
-        while all(member.away for member in self._members):
-            self.check()
-            self.replicas.over.wait(WATCH_SECONDS)
-        self.replicas.recovered()
+        self.replicas.updated(first=first)
         self._compare()
 
     def begin_training(self) -> None:
@@ -168,11 +163,6 @@ class VllmPolicy:
         for member in self._members:
             if not member.away:
                 self._prove(member, self.score, self._version)
-
-    @property
-    def urls_away(self) -> list[str]:
-        """Of the servers that have ended, or not taken the present weights yet."""
-        return [member.control.url for member in self._members if member.away]
 
     @property
     def sleeps(self) -> bool:
@@ -206,9 +196,8 @@ class VllmPolicy:
             self.make_room("weights")
             for member in self._members:
                 self._order(member, lambda control: control.wake("weights"))
-        with ThreadPoolExecutor(len(self._members)) as pool:
-            for given in as_completed([pool.submit(self._give, member) for member in self._members]):
-                given.result()
+        if self._version is not None:
+            self.replicas.order_all(self._transfer.give, self._transfer.forget)
         if self._asleep:
             self.make_room("kv_cache")
             for member in self._members:
@@ -250,18 +239,13 @@ class VllmPolicy:
         self.on_outage(away)
 
     @property
-    def _members(self) -> Sequence[Member]:
+    def _members(self) -> Sequence[Member[Control]]:
         return self.replicas.members
 
-    def _give(self, member: Member) -> None:
-        """One server the present weights, if there are any yet."""
-        if self._version is not None:
-            self._order(member, self._transfer.give)
-
-    def _order(self, member: Member, order: Callable[[Control], None]) -> None:
+    def _order(self, member: Member[Control], order: Callable[[Control], None]) -> None:
         self.replicas.order(member, order, self._transfer.forget)
 
-    def _prove(self, member: Member, score: LogProbs, version: int) -> None:
+    def _prove(self, member: Member[Control], score: LogProbs, version: int) -> None:
         """Compare a server's log probabilities with the model's, unless it is paused. It may have ended."""
 
         def sample(prompt: list[int], n: int) -> SampledTokens:

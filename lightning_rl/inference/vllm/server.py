@@ -49,7 +49,7 @@ _KNOWN = (
 
 
 class VllmNotStarted(Explained, RuntimeError):
-    """A vLLM server could not be started, or has ended and could not be started again; the message says why."""
+    """A vLLM server could not be started; the message says why."""
 
 
 class VllmServer:

@@ -1,7 +1,10 @@
 """A policy on SGLang servers, and a run that trains with one: a stand-in speaks SGLang's wire, and computes with the
 real model, which it reads from the folder that it is told."""
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,8 @@ from examples.sql_agent.data import make
 from examples.sql_agent.train import CONFIG
 from lightning_rl.config import compose
 from lightning_rl.inference.load import ModelSource
+from lightning_rl.inference.servers import replicas
+from lightning_rl.inference.servers.errors import Unreached
 from lightning_rl.inference.sglang import SGLangPolicy
 from lightning_rl.inference.weights.check import EngineMismatch
 from tests.proxy.engines.sglang_stand_in import StandIn
@@ -26,15 +31,39 @@ from tests.proxy.engines.vllm_stand_in import serving
 CHECKPOINT = Path(__file__).parents[3] / "examples" / "sql_agent" / "checkpoint"
 
 
+_loading = threading.Lock()  # transformers loads one model of a process at a time
+
+
+def load(folder: Path | str) -> Any:
+    with _loading:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
 class Server(StandIn):
     """It samples from a model in a folder."""
 
     off = 0.0  # by which its numbers are wrong
+    down = False
 
     def __init__(self) -> None:
         super().__init__(context=320)
-        self.model: Any = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+        self.model: Any = load(CHECKPOINT)
         self.logits = self.of_the_model
+
+    @property
+    def app(self) -> web.Application:
+        made = super().app
+        made.middlewares.append(self.unless_down)
+        return made
+
+    @web.middleware
+    async def unless_down(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        answer: web.StreamResponse = web.Response(status=502) if self.down else await handler(request)
+        return answer
+
+    def start_anew(self) -> None:
+        self.model = load(CHECKPOINT)
+        self.weight_version, self.down = "default", False
 
     @torch.no_grad()
     def of_the_model(self, context: list[int], vocabulary: tuple[int, ...]) -> dict[int, float]:
@@ -42,7 +71,7 @@ class Server(StandIn):
         return {token: value + self.off * token for token, value in enumerate(found)}
 
     def update(self, body: dict[str, Any]) -> web.Response:
-        self.model = AutoModelForCausalLM.from_pretrained(body["model_path"], dtype=torch.float32)
+        self.model = load(body["model_path"])
         return super().update(body)
 
 
@@ -72,6 +101,59 @@ def test_a_server_that_computes_something_else_is_found_out(tmp_path: Path) -> N
     server.off = 0.01
     with policy(tmp_path, server) as made, pytest.raises(EngineMismatch, match=r"SGLang at .* of version 1 "):
         made.update_weights(made.model, 1)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replicas, "WATCH_SECONDS", 0.01)
+    monkeypatch.setattr(replicas, "_SILENT_SECONDS", 0.0)
+
+
+def test_an_update_leaves_out_a_server_that_is_away_which_is_given_the_weights_when_it_was_started_anew(
+    tmp_path: Path, impatient: None
+) -> None:
+    there, away = Server(), Server()
+    with policy(tmp_path, there, away) as made:
+        made.update_weights(made.model, 0)
+        away.down = True
+        with torch.no_grad():
+            made.model.model.norm.weight.add_(0.1)
+        made.update_weights(made.model, 1)
+        assert made.replicas.urls_away == [made.registrations()[1]["url"]]
+        assert there.weight_version == "1"
+        away.start_anew()
+        until(lambda: not made.replicas.urls_away)
+        assert away.weight_version == "1"
+        assert torch.equal(away.model.model.norm.weight, made.model.model.norm.weight)
+        assert away.orders[-1][1]["abort_all_requests"]  # nobody has paused it
+
+
+def test_calls_and_an_update_wait_while_no_server_answers(tmp_path: Path, impatient: None) -> None:
+    server, outages = Server(), list[bool]()
+    with policy(tmp_path, server) as made, ThreadPoolExecutor(1) as pool:
+        made.on_outage = outages.append
+        made.update_weights(made.model, 0)
+        server.down = True
+        until(lambda: True in outages)
+        update = pool.submit(made.update_weights, made.model, 1)
+        assert not update.done()
+        server.start_anew()
+        update.result(60)
+        assert (server.weight_version, outages[-1]) == ("1", False)
+
+
+def test_all_servers_take_the_first_weights(tmp_path: Path) -> None:
+    server = Server()
+    server.down = True
+    with policy(tmp_path, Server(), server) as made, pytest.raises(Unreached, match="when a run begins, all must"):
+        made.update_weights(made.model, 0)
+
+
+def until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < end, "it never came so"
+        time.sleep(0.01)
 
 
 @pytest.mark.long

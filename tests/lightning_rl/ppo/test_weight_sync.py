@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lightning_rl.config import compose
+from lightning_rl.inference.servers.replicas import Member, Replicas
+from lightning_rl.inference.vllm.control import Control
 from lightning_rl.inference.vllm.policy import VllmPolicy
-from lightning_rl.inference.vllm.replicas import Member, Replicas
 from lightning_rl.ppo.weight_sync import WeightSync
 from lightning_rl.store.errors import StoreUnwritable
 
@@ -79,7 +80,7 @@ def test_the_gateway_is_told_which_servers_have_not_taken_the_weights() -> None:
 
 def vllm(*urls: str) -> VllmPolicy:
     engine = VllmPolicy.__new__(VllmPolicy)
-    engine.name, engine.replicas = "m", Replicas([Member(url, None) for url in urls])
+    engine.name, engine.replicas = "m", Replicas([Member(Control(url)) for url in urls])
     return engine
 
 

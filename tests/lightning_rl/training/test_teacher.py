@@ -10,8 +10,9 @@ import urllib3
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lightning_rl.inference.servers.errors import Unreached
 from lightning_rl.inference.sglang import ScorerUnreached, ScoresRefused
-from lightning_rl.inference.vllm.control import Unreached, VllmRefused
+from lightning_rl.inference.vllm.control import VllmRefused
 from lightning_rl.rl.distillation import DistillationOptions, forward_kl, jensen_shannon, reverse_kl
 from lightning_rl.training import teacher as teacher_module
 from lightning_rl.training.actor import Actor

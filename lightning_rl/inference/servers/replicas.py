@@ -1,4 +1,4 @@
-"""The vLLM servers of a run, ours or others': one policy is sampled by them, or several whose adapters they have.
+"""The servers of a run, ours or others': one policy is sampled by them, or several whose adapters they have.
 
 Invariant: a server that was started again, by us or (where it is not ours) by others, takes calls only when it has the
 present weights of every policy.
@@ -9,10 +9,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Generic, Protocol, TypeVar
 
-from lightning_rl.inference.vllm.control import Control, Unreached, VllmRefused, WeightsRefused
-from lightning_rl.inference.vllm.server import VllmNotStarted
+from lightning_rl.inference.servers.errors import ServerEnded, ServerRefused, Unreached, WeightsRefused
 
 _RESTARTS = 3  # of one server; what ends it more often will not go away by itself
 WATCH_SECONDS = 0.5
@@ -20,6 +20,19 @@ _LOOK_EVERY = 4  # so many times more seldom a server that is not ours is asked 
 _SILENT_SECONDS = 1.0  # without an answer, after which it is away
 _AWAY_SECONDS = 600.0  # that it may take to come back: the start of a server with a large model takes minutes
 _log = logging.getLogger(__name__)
+
+
+class AnyControl(Protocol):
+    """What is asked of a server over HTTP; `engine` is the name of its program."""
+
+    engine: str
+    url: str
+
+    def close(self) -> None: ...
+
+
+C = TypeVar("C", bound=AnyControl)
+Asked = TypeVar("Asked", bound=AnyControl, contravariant=True)
 
 
 class OwnServer(Protocol):
@@ -41,30 +54,33 @@ class OwnServer(Protocol):
     def stop(self) -> None: ...
 
 
-class Member:
+class Member(Generic[C]):
     """A server, ours or (`server` None) somebody else's; one that is `away` has ended, or not taken its weights yet.
 
     `unfinished`: it did not answer while it was given weights, so what it says of them is not to be believed.
     `silent_since` is when one that is not ours first did not answer, by `time.monotonic`; None: it answers.
     """
 
-    def __init__(self, url: str, server: OwnServer | None) -> None:
+    def __init__(self, control: C, server: OwnServer | None = None) -> None:
         self.server = server
-        self.control = Control(url)
+        self.control = control
         self.away = False
         self.unfinished = False
         self.restarts = 0
         self.silent_since: float | None = None
 
+    def __str__(self) -> str:
+        return f"{self.control.engine} at {self.control.url}"
 
-class SampledPolicy(Protocol):
+
+class SampledPolicy(Protocol[Asked]):
     """A policy that is sampled by the servers."""
 
-    def has_weights(self, control: Control) -> bool:
-        """Whether a server has what it was given last. Raises Unreached or VllmRefused."""
+    def has_weights(self, control: Asked) -> bool:
+        """Whether a server has what it was given last. Raises Unreached or ServerRefused."""
         ...
 
-    def renew(self, control: Control) -> bool:
+    def renew(self, control: Asked) -> bool:
         """Give a server that was started again the present weights, under `Replicas.lock`. False where they are in
         training, so that the next update gives it what comes of them. Raises WeightsRefused or Unreached."""
         ...
@@ -74,20 +90,20 @@ class SampledPolicy(Protocol):
         ...
 
 
-class Replicas:
+class Replicas(Generic[C]):
     """`members` from `start` to `close`, which all `policies` call. `lock` is held by who gives them weights."""
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member[C]]) -> None:
         self.members = members
-        self.policies: list[SampledPolicy] = []
+        self.policies: list[SampledPolicy[C]] = []
         self.lock = threading.Lock()  # of the present weights, and of who has them
         self.over = threading.Event()
         self._failed: Exception | None = None
         self._outage = False
-        self._watcher = threading.Thread(target=self._watch, name="vLLM's watcher", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="the servers' watcher", daemon=True)
 
     def start(self) -> None:
-        """Start the servers that are ours, which want weights then; once. Raises VllmNotStarted."""
+        """Start the servers that are ours, which want weights then; once. Raises what their `wait` does."""
         if self._watcher.ident is not None:
             return
         own = self._own()
@@ -102,7 +118,19 @@ class Replicas:
         if self._failed is not None:
             raise self._failed
 
-    def order(self, member: Member, order: Callable[[Control], None], forget: Callable[[Control], None]) -> None:
+    @property
+    def urls_away(self) -> list[str]:
+        """Of the servers that have ended, or not taken the present weights yet."""
+        return [member.control.url for member in self.members if member.away]
+
+    def order_all(self, order: Callable[[C], None], forget: Callable[[C], None]) -> None:
+        """`order` all at once. Raises WeightsRefused as soon as one refuses."""
+        with ThreadPoolExecutor(len(self.members)) as pool:
+            ordered = [pool.submit(self.order, member, order, forget) for member in self.members]
+            for each in as_completed(ordered):
+                each.result()
+
+    def order(self, member: Member[C], order: Callable[[C], None], forget: Callable[[C], None]) -> None:
         """Have a server do something. One that is away, or does not answer, is the watcher's.
 
         One that is not ours may have been started anew, which nobody may have noticed: where it refuses, it is told
@@ -125,8 +153,19 @@ class Replicas:
             else:
                 _log.warning("%s; it is given the present weights when it does", error)
 
-    def recovered(self) -> None:
-        """Servers were given weights: calls need not wait any longer, where they did since no server was left."""
+    def updated(self, *, first: bool) -> None:
+        """Servers were given weights: returns when at least one has them, so that calls need not wait any longer.
+
+        Raises Unreached where it was the `first` time and one that is not ours did not take them; and as `check`.
+        """
+        if first and (missing := [str(member) for member in self.members if member.away and member.server is None]):
+            raise Unreached(f"{', '.join(missing)} does not answer: when a run begins, all must")
+        while all(member.away for member in self.members):
+            self.check()
+            self.over.wait(WATCH_SECONDS)
+        self._recovered()
+
+    def _recovered(self) -> None:
         if self._outage and any(not member.away for member in self.members):
             self._tell_outage(False)
 
@@ -168,7 +207,7 @@ class Replicas:
                         self._failed = error
                     return
 
-    def _look_at(self, member: Member) -> None:
+    def _look_at(self, member: Member[C]) -> None:
         """Ask a server that is not ours whether it has the present weights; one that was started anew is given them."""
         try:
             if member.away or not self._has_weights(member):
@@ -178,11 +217,11 @@ class Replicas:
                         member.silent_since = None
                         if not self._renew(member):
                             return
-                        _log.warning("vLLM at %s has the present weights", member.control.url)
+                        _log.warning("%s has the present weights", member)
                     elif member.away:
-                        _log.warning("vLLM at %s answers again", member.control.url)
+                        _log.warning("%s answers again", member)
                     member.away = False
-        except (Unreached, VllmRefused) as error:
+        except (Unreached, ServerRefused) as error:
             now = time.monotonic()
             member.silent_since = member.silent_since or now
             if now - member.silent_since > _AWAY_SECONDS and all(each.away for each in self.members):
@@ -195,27 +234,27 @@ class Replicas:
                 self._lose(member)
         else:
             member.silent_since = None
-            self.recovered()
+            self._recovered()
 
-    def _has_weights(self, member: Member) -> bool:
+    def _has_weights(self, member: Member[C]) -> bool:
         return all(policy.has_weights(member.control) for policy in self.policies) and not member.unfinished
 
-    def _renew(self, member: Member) -> bool:
+    def _renew(self, member: Member[C]) -> bool:
         member.unfinished = True
         given = [policy.renew(member.control) for policy in self.policies]
         member.unfinished = not all(given)
         return all(given)
 
-    def _lose(self, member: Member) -> None:
+    def _lose(self, member: Member[C]) -> None:
         """A server is away: calls wait, where no other one is left. That is told as often as it is seen."""
         member.away = True
         if all(each.away for each in self.members):
             self._tell_outage(True)
 
-    def _revive(self, member: Member, server: OwnServer) -> None:
+    def _revive(self, member: Member[C], server: OwnServer) -> None:
         why, member.restarts = server.why(), member.restarts + 1
         if member.restarts > _RESTARTS:
-            raise VllmNotStarted(f"it ended {member.restarts} times; the last time: {why}")
+            raise ServerEnded(f"it ended {member.restarts} times; the last time: {why}")
         _log.warning("%s\nit is started again (%d of %d times)", why, member.restarts, _RESTARTS)
         self._lose(member)
         if self.over.is_set():
@@ -230,7 +269,7 @@ class Replicas:
                 return
             member.away = False
         if given:
-            self.recovered()
+            self._recovered()
 
     def _tell_outage(self, away: bool) -> None:
         self._outage = away

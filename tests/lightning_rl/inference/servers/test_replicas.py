@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_rl.inference.vllm import replicas as module
-from lightning_rl.inference.vllm.control import Control, Unreached, WeightsRefused
-from lightning_rl.inference.vllm.replicas import Member, Replicas
+from lightning_rl.inference.servers import replicas as module
+from lightning_rl.inference.servers.errors import Unreached, WeightsRefused
+from lightning_rl.inference.servers.replicas import Member, Replicas
+from lightning_rl.inference.vllm.control import Control
 
 GIVEN, NONE_GIVEN = "given", "none given"
 
@@ -81,7 +82,7 @@ def watched() -> Iterator[Watched]:
     made: list[Replicas] = []
 
     def watch(*urls: str) -> tuple[Servers, Replicas]:
-        servers, replicas = Servers(*urls), Replicas([Member(url, None) for url in urls])
+        servers, replicas = Servers(*urls), Replicas([Member(Control(url)) for url in urls])
         replicas.policies.append(servers)
         made.append(replicas)
         replicas.start()
