@@ -12,6 +12,7 @@ from typing import IO
 from lightning_rl.errors import Explained
 
 LOCK = "run.lock"
+TOKENIZER_FOLDER = "tokenizer"  # of a run that keeps its model's, but makes no checkpoints
 _FINISHED = "finished.json"
 _POLL_SECONDS = 0.05  # a file system tells nobody that a lock is free
 

@@ -16,18 +16,19 @@ from lightning_rl.algorithms.asked_before import again
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
 from lightning_rl.algorithms.evaluation import Evaluation, evaluate
 from lightning_rl.config import ConfigError
-from lightning_rl.files import write_whole
+from lightning_rl.files import TOKENIZER_FOLDER, write_whole
 from lightning_rl.rewards import GroupReward
 from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.store.contract import RolloutRequest, RolloutTrace
 from lightning_rl.trajectories.run_warnings import Problems
 from lightning_rl.trajectories.trajectory import Trajectory, trajectory_of
+from lightning_rl_proxy.rendering.load import FILES
 
 if TYPE_CHECKING:
     from lightning_rl.inference.embedded import EmbeddedPolicy
 
 _GROUPS_AT_ONCE = 8  # that are graded
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_TELLING = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # one tokenizer from another
 _STORE = "store.db"
 
 
@@ -218,14 +219,21 @@ class Baseline(Algorithm):
 
 
 def _keep_tokenizer(model: Path, run_dir: Path, *, first: bool) -> None:
-    """The run's ids are known by its tokenizer, whatever becomes of the model. A folder whose models (the `first` and
-    those of later evaluations) have several keeps none."""
-    for file in _TOKENIZER_FILES:
-        source, target = model / file, run_dir / file
-        if first and source.is_file():
-            shutil.copyfile(source, target)
-        elif target.is_file() and not (source.is_file() and source.read_bytes() == target.read_bytes()):
-            target.unlink()
+    """The run's ids are known by its tokenizer, and its calls rendered again, whatever becomes of the model. A folder
+    whose models (the `first` and those of later evaluations) have several keeps none."""
+    kept = run_dir / TOKENIZER_FOLDER
+    if first:
+        shutil.rmtree(kept, ignore_errors=True)
+        kept.mkdir()
+        for file in FILES:
+            if (model / file).is_file():
+                shutil.copyfile(model / file, kept / file)
+    elif any(_content(model / file) != _content(kept / file) for file in _TELLING):
+        shutil.rmtree(kept, ignore_errors=True)
+
+
+def _content(file: Path) -> bytes | None:
+    return file.read_bytes() if file.is_file() else None
 
 
 def _without_calls(trajectory: Trajectory) -> bool:

@@ -28,7 +28,6 @@ LOG, ENGINE_LOG = "server.log", "engine.log"
 _EMBEDDED = "embedded"  # of a URL that is not given: started here
 _SQLITE = "sqlite:///"
 _POSTGRESQL = ("postgresql://", "postgresql+psycopg://")
-_OF_A_TOKENIZER = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json"]
 
 
 class ServeRefused(Explained, ValueError):
@@ -312,8 +311,10 @@ def tokenizer_folder(path: str) -> Path:
         raise FileNotFoundError(f"tokenizer {path!r} is neither a folder nor a model id (owner/name)")
     import huggingface_hub
 
+    from lightning_rl_proxy.rendering.load import FILES
+
     try:
-        return Path(huggingface_hub.snapshot_download(path, allow_patterns=_OF_A_TOKENIZER))
+        return Path(huggingface_hub.snapshot_download(path, allow_patterns=list(FILES)))
     except (OSError, ValueError) as error:
         error.add_note(f"tokenizer {path!r} is no folder here, and could not be taken from the hub")
         raise

@@ -239,6 +239,11 @@ def _differences(here: ServerInfo, there: ServerInfo) -> list[str]:
         differences.append("its tokenizer is another one")
     elif there.chats != here.chats and not differences:
         differences.append("its renderer writes chats otherwise")
+    elif there.settings != here.settings and not differences:
+        differences.append(
+            "its model's files (config.json, generation_config.json, preprocessor_config.json) are others: answers "
+            "would end at other tokens, or images be seen otherwise"
+        )
     return differences
 
 

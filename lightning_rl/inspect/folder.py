@@ -13,6 +13,7 @@ import msgspec
 from lightning_rl import tutorial
 from lightning_rl.config import read_back
 from lightning_rl.config.schema import TrainConfig
+from lightning_rl.files import TOKENIZER_FOLDER
 from lightning_rl.inspect.recorded import NotRecorded
 from lightning_rl.inspect.trained import TrainedBy, TrainingRecord
 from lightning_rl.store.contract import Rollout, RolloutTrace
@@ -90,8 +91,8 @@ def decoder(run_dir: Path, config: TrainConfig | None) -> Callable[[list[int]], 
 
 def tokenizer_folder(run_dir: Path, config: TrainConfig | None) -> Path | None:
     """The folder of the tokenizer of the run's model; None where it is not on this machine, or not known."""
-    if (run_dir / _TOKENIZER).is_file():  # of a baseline, which makes no checkpoints
-        return run_dir
+    if (run_dir / TOKENIZER_FOLDER / _TOKENIZER).is_file():  # of a baseline, which makes no checkpoints
+        return run_dir / TOKENIZER_FOLDER
     checkpoints = run_dir / "checkpoints"
     written = [file.parent for file in checkpoints.glob(f"step-*/{_TOKENIZER}")]
     written = written or [file.parent for file in checkpoints.glob(f"step-*/*/{_TOKENIZER}")]  # of several policies

@@ -437,7 +437,7 @@ def _check_chat_formats(learners: Sequence[PolicyLearner]) -> None:
             fingerprint_of(resolved_config.loaded_renderer(each.config, each.models.policy.folder))
             for each in (first, other)
         )
-        if here != there:
+        if here[:2] != there[:2]:
             difference = "tokenizer" if here.vocabulary != there.vocabulary else "chat format"
             raise ConfigError(
                 f"policies.{other.name}.actor_rollout_ref.model.path: its {difference} is another one than that of "

@@ -15,14 +15,16 @@ VERSION = version("lightning-rl")
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """How a server was started: the model that it serves, and how chats are written.
 
-    `vocabulary` and `chats` are digests of its tokenizer and of conversations in its chat format; None where it has no
-    tokenizer. `store_id` is the same for all servers of one store.
+    `vocabulary`, `chats` and `settings` are digests: of its tokenizer, of conversations in its chat format, and of
+    where the model's answers end and how it sees images; None where it has no tokenizer. `store_id` is the same for all
+    servers of one store.
     """
 
     model: str
     version: str = VERSION
     vocabulary: str | None = None
     chats: str | None = None
+    settings: str | None = None
     history: str = "keep"
     chat_template_kwargs: dict[str, Any] = {}
     special_tokens_in_text: str = "text"
@@ -75,6 +77,7 @@ def info_of(served: Served, renderer: "Renderer | None") -> ServerInfo:
         model=served.model,
         vocabulary=None if prints is None else prints.vocabulary,
         chats=None if prints is None else prints.chats,
+        settings=None if prints is None else prints.settings,
         history=served.history,
         chat_template_kwargs=served.chat_template_kwargs,
         special_tokens_in_text=served.special_tokens_in_text,

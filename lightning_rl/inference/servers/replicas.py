@@ -4,7 +4,6 @@ Invariant: a server that was started again, by us or (where it is not ours) by o
 present weights of every policy.
 """
 
-import itertools
 import logging
 import threading
 import time
@@ -15,9 +14,7 @@ from typing import Generic, Protocol, TypeVar
 from lightning_rl.inference.servers.errors import ServerEnded, ServerRefused, Unreached, WeightsRefused
 
 _RESTARTS = 3  # of one server; what ends it more often will not go away by itself
-WATCH_SECONDS = 0.5
-_LOOK_EVERY = 4  # so many times more seldom a server that is not ours is asked whether it has the weights
-_SILENT_SECONDS = 1.0  # without an answer, after which it is away
+WATCH_SECONDS = 0.5  # an agent's call that failed comes again after a second, and must find the others waiting
 _AWAY_SECONDS = 600.0  # that it may take to come back: the start of a server with a large model takes minutes
 _log = logging.getLogger(__name__)
 
@@ -192,14 +189,11 @@ class Replicas(Generic[C]):
     def _watch(self) -> None:
         """Start again what has ended, and look at what others start again; what prevents that, whatever it is, is for
         `check` to raise."""
-        for turn in itertools.count():
-            if self.over.wait(WATCH_SECONDS):
-                return
+        while not self.over.wait(WATCH_SECONDS):
             for member in self.members:
                 try:
                     if member.server is None:
-                        if turn % _LOOK_EVERY == 0:
-                            self._look_at(member)
+                        self._look_at(member)
                     elif not member.server.runs:
                         self._revive(member, member.server)
                 except Exception as error:  # noqa: BLE001  # a full disk, say
@@ -226,12 +220,11 @@ class Replicas(Generic[C]):
             member.silent_since = member.silent_since or now
             if now - member.silent_since > _AWAY_SECONDS and all(each.away for each in self.members):
                 raise _gone(error) from error
-            if now - member.silent_since >= _SILENT_SECONDS:
-                if not member.away:
-                    _log.warning(
-                        "%s; it is waited for, up to %.0f s, and then given the present weights", error, _AWAY_SECONDS
-                    )
-                self._lose(member)
+            if not member.away:
+                _log.warning(
+                    "%s; it is waited for, up to %.0f s, and then given the present weights", error, _AWAY_SECONDS
+                )
+            self._lose(member)
         else:
             member.silent_since = None
             self._recovered()

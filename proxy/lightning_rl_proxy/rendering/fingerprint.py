@@ -1,4 +1,5 @@
-"""What tells two renderers apart: their vocabulary, and how they write a conversation that has everything in it."""
+"""What tells two renderers apart: their vocabulary, how they write a conversation that has everything in it, where
+answers end, and how images are seen."""
 
 import hashlib
 import json
@@ -28,17 +29,20 @@ _TOOLS: list[dict[str, Any]] = [
 
 
 class Fingerprint(NamedTuple):
-    """Digests: of the vocabulary, and of the token ids of a few conversations."""
+    """Digests: of the vocabulary, of the token ids of a few conversations, and of the model's settings: at which tokens
+    its answers end, and how many tokens an image has."""
 
     vocabulary: str
     chats: str
+    settings: str
 
 
 def fingerprint_of(renderer: Renderer) -> Fingerprint:
     """The fingerprint of a renderer. A conversation that its format refuses counts by the refusal."""
     conversations = [(_PROBE, _TOOLS), (_PROBE[:4], None), (_PROBE[1:2], None)]
     chats = [_rendered(renderer, messages, tools) for messages, tools in conversations]
-    return Fingerprint(renderer.tokenizer.vocabulary_digest(), _digest(chats))
+    settings = [sorted(renderer.stop_token_ids), renderer.vision]
+    return Fingerprint(renderer.tokenizer.vocabulary_digest(), _digest(chats), _digest(settings))
 
 
 def _rendered(

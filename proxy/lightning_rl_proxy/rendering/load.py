@@ -23,6 +23,13 @@ from lightning_rl_proxy.rendering.images import Vision, vision_of
 from lightning_rl_proxy.rendering.renderers import LibraryRenderer
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer, SpecialTokens
 
+# What a renderer reads of a model's folder: with these alone it writes what it writes with the whole folder.
+FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
+    "config.json", "generation_config.json",  # where the model ends an answer, and whether it sees
+    "preprocessor_config.json", "processor_config.json",
+)  # fmt: skip
+
 
 def load_renderer(
     tokenizer_path: Path,

@@ -19,7 +19,7 @@ from lightning_rl.inspect.folder import tokenizer_folder
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.sft import examples
 from lightning_rl.tutorial import checkpoint
-from lightning_rl_proxy.rendering.load import load_renderer
+from lightning_rl_proxy.rendering.load import FILES, load_renderer
 from tests.lightning_rl.ppo.agents import plan_and_execute, says_something
 
 pytestmark = pytest.mark.e2e
@@ -259,11 +259,16 @@ def test_a_folder_of_models_with_several_tokenizers_says_of_none_that_it_is_its_
     for folder in (one, other, run):
         folder.mkdir()
         (folder / "tokenizer.json").write_text(folder.name)
+    for file in FILES[1:]:  # its calls can be rendered again, too
+        (one / file).write_text(file)
     _keep_tokenizer(one, run, first=True)
-    assert tokenizer_folder(run, None) == run
-    assert (run / "tokenizer.json").read_text() == "one"
+    kept = run / "tokenizer"
+    assert {file.name for file in kept.iterdir()} == set(FILES)
+    assert tokenizer_folder(run, None) == kept
+    assert (kept / "tokenizer.json").read_text() == "one"
+    (one / "generation_config.json").write_text("{}")  # tells no tokenizers apart
     _keep_tokenizer(one, run, first=False)
-    assert tokenizer_folder(run, None) == run
+    assert tokenizer_folder(run, None) == kept
     for later in (other, one):
         _keep_tokenizer(later, run, first=False)
         assert tokenizer_folder(run, None) is None

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from lightning_rl.algorithms.base import Endpoint
@@ -111,9 +112,18 @@ def test_what_is_no_server_of_this_version_or_refuses_the_key_is_named(
         check_servers([store, twice], endpoint())
     with pytest.raises(CannotAttach, match=f"{store.url} and {store.url} are of one store"):
         check_servers([store, store], endpoint())
+    monkeypatch.setattr(attach, "_wanted", lambda policy: _ended_elsewhere(store))
+    with pytest.raises(CannotAttach, match=r"its model's files .* are others: answers would end at other tokens"):
+        check_servers([store], endpoint())
     monkeypatch.setattr(attach, "_wanted", lambda policy: _older(policy))
     with pytest.raises(CannotAttach, match=r"is lightning-rl \S+, and this is 0\.0\.1: install the same"):
         check_servers([store], endpoint())
+
+
+def _ended_elsewhere(store: HttpStore) -> Any:
+    from lightning_rl.control_plane.gateways.server_info import ServerInfo
+
+    return msgspec.convert(store.server() | {"settings": "another"}, ServerInfo)
 
 
 def _older(policy: Endpoint) -> Any:

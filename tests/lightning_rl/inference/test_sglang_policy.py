@@ -106,7 +106,6 @@ def test_a_server_that_computes_something_else_is_found_out(tmp_path: Path) -> N
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replicas, "WATCH_SECONDS", 0.01)
-    monkeypatch.setattr(replicas, "_SILENT_SECONDS", 0.0)
 
 
 def test_an_update_leaves_out_a_server_that_is_away_which_is_given_the_weights_when_it_was_started_anew(

@@ -70,8 +70,7 @@ class Servers:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("WATCH_SECONDS", 0.001), ("_SILENT_SECONDS", 0.0)):
-        monkeypatch.setattr(module, name, seconds)
+    monkeypatch.setattr(module, "WATCH_SECONDS", 0.001)
 
 
 Watched = Callable[..., tuple[Servers, Replicas]]
