@@ -56,6 +56,8 @@ _ORDERS = "Trainer(agent).fit(algorithm, tasks), or Trainer(algorithm=algorithm)
 
 _LOOPBACK = "127.0.0.1"
 _RUN_ID = "run.id"  # in the run folder
+_ID_BYTES = 5  # of a run's id, which is chosen without asking a server that has had many
+_SESSIONS = "run.sessions"  # of one that attaches to a server: its trainers' sessions, by which copies are told apart
 _OWN_LEASE_SECONDS = 86400.0  # a server of ours ends with us; a trainer that is only stopped for a while goes on
 
 
@@ -239,12 +241,13 @@ class Trainer:
             _write_private(run_dir / _RUN_ID, algorithm.run_id)
             _write_urls(run_dir, urls)
             attachment: Attachment | SeveralServers
+            sessions = _with_new_session(run_dir) if self._attaches else ()
             if isinstance(store, SeveralServers):
-                attachment = parts.enter_context(store.attached(algorithm.run_id, endpoint))
+                attachment = parts.enter_context(store.attached(algorithm.run_id, endpoint, sessions))
             else:
                 lease_seconds = LEASE_SECONDS if serving is None else _OWN_LEASE_SECONDS
                 attachment = parts.enter_context(
-                    attached(store, algorithm.run_id, endpoint, lease_seconds=lease_seconds)
+                    attached(store, algorithm.run_id, endpoint, lease_seconds=lease_seconds, sessions=sessions)
                 )
             algorithm.store, algorithm.began_ns = store, attachment.began_ns
             working = self._runners(agent, algorithm, endpoint, (urls, runner_key), run_dir, parts)
@@ -454,7 +457,7 @@ def _run_id(run_dir: Path, algorithm: Algorithm, *, attaches: bool) -> str:
     not without the server that has its rollouts."""
     file = run_dir / _RUN_ID
     if not file.exists() and not (run_dir / "store.db").exists():
-        return secrets.token_hex(3)
+        return secrets.token_hex(_ID_BYTES)
     if not algorithm.resume:
         by = algorithm.resumed_by
         raise RunFolderUsed(f"{run_dir} holds a run already: resume it ({by}), or choose another run_dir")
@@ -474,7 +477,15 @@ def _run_id(run_dir: Path, algorithm: Algorithm, *, attaches: bool) -> str:
         run_dir,
         _RUN_ID,
     )
-    return secrets.token_hex(3)
+    return secrets.token_hex(_ID_BYTES)
+
+
+def _with_new_session(run_dir: Path) -> list[str]:
+    """The sessions that the folder knows of, and the one that begins now."""
+    file = run_dir / _SESSIONS
+    sessions = [*(file.read_text().split() if file.exists() else []), secrets.token_hex(8)]
+    _write_private(file, "\n".join(sessions))
+    return sessions
 
 
 def _write_urls(run_dir: Path, urls: Sequence[str]) -> None:

@@ -186,7 +186,7 @@ class Baseline(Algorithm):
                 task=task,
                 mode="val",
                 rollout_id=f"{prefix}-{index}-{k}.{self.run_id}",
-                group_id=f"{prefix}-{index}",
+                group_id=f"{prefix}-{index}.{self.run_id}",
                 resources_id=resources_id,
                 metadata={"task_index": f"{index}-{k}"},
             )

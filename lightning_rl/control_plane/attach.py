@@ -112,22 +112,30 @@ class Attachment:
 
 @contextmanager
 def attached(
-    store: HttpStore, run_id: str, policy: PolicyToServe, *, lease_seconds: float = LEASE_SECONDS
+    store: HttpStore,
+    run_id: str,
+    policy: PolicyToServe,
+    *,
+    lease_seconds: float = LEASE_SECONDS,
+    sessions: Sequence[str] = (),
 ) -> Iterator[Attachment]:
     """The run with its engines at a server, for as long as the block runs. Raises as `attach`."""
-    attachment = attach(store, run_id, policy, lease_seconds=lease_seconds)
+    attachment = attach(store, run_id, policy, lease_seconds=lease_seconds, sessions=sessions)
     try:
         yield attachment
     finally:
         attachment.detach()
 
 
-def attach(store: HttpStore, run_id: str, policy: PolicyToServe, *, lease_seconds: float) -> Attachment:
+def attach(
+    store: HttpStore, run_id: str, policy: PolicyToServe, *, lease_seconds: float, sessions: Sequence[str] = ()
+) -> Attachment:
     """Attach the run with its engines to a server.
 
-    Raises Conflict or Invalid where the server cannot use an engine; nothing is attached then.
+    Raises Conflict or Invalid where the server cannot use an engine, or has the run from another copy of its folder;
+    nothing is attached then.
     """
-    began_ns = store.begin_run(run_id, policy.served_as or policy.model, lease_seconds, policy.more_models)
+    began_ns = store.begin_run(run_id, policy.served_as or policy.model, lease_seconds, policy.more_models, sessions)
     attachment = Attachment(store, run_id, began_ns)
     try:
         for engine in policy.engines:

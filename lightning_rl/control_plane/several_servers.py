@@ -72,9 +72,11 @@ class SeveralServers:
         return [server.store.url for server in self._servers]
 
     @contextmanager
-    def attached(self, run_id: str, policy: PolicyToServe) -> "Iterator[SeveralServers]":
+    def attached(self, run_id: str, policy: PolicyToServe, sessions: Sequence[str] = ()) -> "Iterator[SeveralServers]":
         """The run with its engines at all servers, for as long as the block runs. Raises as `attach`."""
-        self._attach = lambda server: attach(server.store, run_id, policy, lease_seconds=server.lease_seconds)
+        self._attach = lambda server: attach(
+            server.store, run_id, policy, lease_seconds=server.lease_seconds, sessions=sessions
+        )
         try:
             for server in self._servers:
                 server.attachment = self._attach(server)

@@ -7,6 +7,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlencode
@@ -29,7 +30,7 @@ _WAITED_FOR = 1000  # rollouts that one long poll names
 
 
 class Which(msgspec.Struct, frozen=True, kw_only=True):
-    """Which rollouts are asked for; None leaves a field open."""
+    """Which rollouts are asked for; None leaves a field open. A group may be named without the run's id at its end."""
 
     status: str | None = None
     mode: str | None = None
@@ -37,7 +38,12 @@ class Which(msgspec.Struct, frozen=True, kw_only=True):
 
     def fits(self, rollout: Rollout) -> bool:
         """Whether it is one of them."""
-        return all(wanted in (None, getattr(rollout, name)) for name, wanted in msgspec.structs.asdict(self).items())
+        group = rollout.group_id or ""
+        return (
+            self.status in (None, rollout.status)
+            and self.mode in (None, rollout.mode)
+            and (self.group_id in (None, group) or group.startswith(f"{self.group_id}."))
+        )
 
 
 class RolloutSource(Protocol):
@@ -112,8 +118,12 @@ def _positioned(connection: sa.Connection, which: Which, page: int, after: int) 
 
 
 def _selection(which: Which) -> "sa.Select[tuple[object, ...]]":
-    wanted = {name: value for name, value in msgspec.structs.asdict(which).items() if value is not None}
-    return queries.ROLLOUTS.where(*(schema.rollouts.c[name] == value for name, value in wanted.items()))
+    wanted = {"status": which.status, "mode": which.mode}
+    query = queries.ROLLOUTS.where(*(schema.rollouts.c[name] == value for name, value in wanted.items() if value))
+    if which.group_id is None:
+        return query
+    group = schema.rollouts.c.group_id
+    return query.where((group == which.group_id) | group.startswith(f"{which.group_id}.", autoescape=True))
 
 
 class RolloutFolder:
@@ -175,6 +185,9 @@ class RolloutServer:
     def newest(self, which: Which, limit: int) -> list[Rollout]:
         """See `RolloutSource`. The server lists from the oldest on, so all that fit are read, a page at a time."""
         listed = self.store.rollouts(**msgspec.structs.asdict(which), page=_PAGE)
+        if which.group_id is not None and self._ending and not which.group_id.endswith(self._ending):
+            whole = msgspec.structs.replace(which, group_id=which.group_id + self._ending)
+            listed = chain(listed, self.store.rollouts(**msgspec.structs.asdict(whole), page=_PAGE))
         return list(deque((each for each in listed if each.rollout_id.endswith(self._ending)), maxlen=limit))
 
     def trace(self, name: str) -> RolloutTrace:

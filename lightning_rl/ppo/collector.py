@@ -387,7 +387,7 @@ def requests(config: Config, purpose: Purpose, tasks: Tasks, n: int) -> list[Rol
             task=task,
             mode=purpose.mode,
             rollout_id=f"{name}-{index}-{k}.{purpose.run}",
-            group_id=f"{name}-{index}",
+            group_id=f"{name}-{index}.{purpose.run}",
             resources_id=purpose.resources_id,
             config=RolloutConfig(max_attempts=agent.max_attempts, timeout_seconds=agent.timeout_seconds),
             metadata={"task_index": f"{index}-{k}", "step": step, SEED_KEY: f"{name}-{index}-{k}"}

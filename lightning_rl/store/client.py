@@ -359,13 +359,23 @@ class HttpStore:
         """Version and model of the server, and how it writes chats."""
         return self._call("GET", "/server", None, dict[str, Any])
 
-    def begin_run(self, run_id: str, model: str, lease_seconds: float, more_models: Sequence[str] = ()) -> int:
+    def begin_run(
+        self,
+        run_id: str,
+        model: str,
+        lease_seconds: float,
+        more_models: Sequence[str] = (),
+        sessions: Sequence[str] = (),
+    ) -> int:
         """Attach a run whose engines sample `model` (and `more_models`, of other policies of it); when it began, in
         nanoseconds since the epoch.
 
         Attempts at rollouts that end with `.` and the run's id are lost where they run, and wait where they are queued.
+        `sessions`: of the run's folder, the one that begins last. Raises Conflict where the run has gone on here from
+        another copy of it.
         """
-        body = {"model": model, "lease_seconds": lease_seconds, "more_models": list(more_models)}
+        body: dict[str, Any] = {"model": model, "lease_seconds": lease_seconds, "more_models": list(more_models)}
+        body["sessions"] = list(sessions)
         return int(self._call("POST", f"/runs/{run_id}/begin", body, dict[str, Any])["began_ns"])
 
     def renew_run(self, run_id: str) -> None:

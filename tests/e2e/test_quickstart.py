@@ -90,7 +90,8 @@ def test_the_checkpoint_is_the_trained_model(run: tuple[Path, str]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert len(tokenizer) <= model.config.vocab_size
     store = SqlStore(f"sqlite:///{run[0] / 'store.db'}")
-    [trace] = store.traces([r.rollout_id for r in store.page(group_id=f"val-0-{STEPS}-0")[0]]).values()
+    group = f"val-0-{STEPS}-0.{(run[0] / 'run.id').read_text()}"
+    [trace] = store.traces([r.rollout_id for r in store.page(group_id=group)[0]]).values()
     call = calls_of(trace.attempts[0].spans)[0]
     ids = torch.tensor([call.prompt_ids + call.response_ids])
     with torch.no_grad():
@@ -112,7 +113,8 @@ def test_what_is_printed_is_what_was_recorded(run: tuple[Path, str], metrics: li
 
 def test_the_conversations_are_in_the_store_as_messages(run: tuple[Path, str]) -> None:
     store = SqlStore(f"sqlite:///{run[0] / 'store.db'}")
-    [trace] = store.traces([rollout.rollout_id for rollout in store.page(group_id="val-0-0-0")[0]]).values()
+    group = f"val-0-0-0.{(run[0] / 'run.id').read_text()}"
+    [trace] = store.traces([rollout.rollout_id for rollout in store.page(group_id=group)[0]]).values()
     first = trace.attempts[0].spans[0].attributes
     assert first[semconv.INPUT_MESSAGES][0]["role"] == "user"
     assert first[semconv.OUTPUT_MESSAGES][0]["role"] == "assistant"

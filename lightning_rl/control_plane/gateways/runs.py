@@ -33,11 +33,13 @@ _log = logging.getLogger(__name__)
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A run that attaches: the model that its engines sample, and for how long it may be silent. A run of several
-    policies has `more_models`."""
+    policies has `more_models`. `sessions`: those that its folder knows of, the one that begins last; [] is not looked
+    at."""
 
     model: str
     lease_seconds: Annotated[float, msgspec.Meta(gt=0)] = 60.0
     more_models: list[str] = []
+    sessions: list[str] = []
 
     @property
     def models(self) -> list[str]:
@@ -105,7 +107,12 @@ class Runs:
             self._attached[run_id] = _Attached(msgspec.json.decode(request, type=RunRequest), before=True)
 
     async def begin(self, run_id: str, request: RunRequest) -> RunInfo:
-        """Attach a run; what an earlier trainer of it left here is cleared away first."""
+        """Attach a run; what an earlier trainer of it left here is cleared away first.
+
+        Raises Conflict where another copy of its folder has gone on here; nothing is changed then.
+        """
+        if request.sessions:
+            await self._sql.run(self._store.enter_session, run_id, request.sessions)
         self._attached.pop(run_id, None)
         await self._clear(run_id, request.models)
         encoded = msgspec.json.encode(request).decode()

@@ -20,6 +20,7 @@ _TAKE_UP = (
     .values(claimable_at=None)
 )
 _RUN = "run:"  # of `meta`, before a gateway's id, a colon and a run's id
+_SESSION = "session:"  # of `meta`, before a run's id: the last session of its trainers
 _UNTIL_ASKED_FOR = float("inf")  # `claimable_at` of what a run has left queued
 _SHELVE = (
     sa.update(schema.rollouts)
@@ -126,6 +127,24 @@ class RolloutOperations(ResourceOperations):
     def shelve(self, connection: sa.Connection, run_id: str) -> None:
         """Nobody claims what of a run is queued now until it is asked for again: its trainer is gone."""
         connection.execute(_SHELVE.where(queries.of_run(schema.rollouts.c.rollout_id, run_id)))
+
+    @writes
+    def enter_session(self, connection: sa.Connection, run_id: str, sessions: Sequence[str]) -> None:
+        """A session of a run begins, the last of `sessions`, which are those that its folder knows of.
+
+        Raises:
+            Conflict: the session before is none of them, so the run has gone on from another copy of the folder.
+        """
+        key = f"{_SESSION}{run_id}"
+        kept = connection.scalar(sa.select(schema.meta.c.value).where(schema.meta.c.key == key))
+        if kept is not None and kept not in sessions:
+            raise Conflict(
+                f"run {run_id} has gone on at this server from another copy of its folder, or from a newer state of "
+                "this one: the rollouts here are not those that this folder asked for. Resume that folder, or begin a "
+                "new run from this one's weights (trainer.resume_mode=resume_path, trainer.resume_from_path)"
+            )
+        connection.execute(sa.delete(schema.meta).where(schema.meta.c.key == key))
+        connection.execute(sa.insert(schema.meta), {"key": key, "value": sessions[-1]})
 
     @writes
     def remember_run(self, connection: sa.Connection, gateway_id: str, run_id: str, request: str) -> None:

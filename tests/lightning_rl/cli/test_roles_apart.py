@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -213,8 +214,13 @@ def test_a_killed_trainer_leaves_the_server_as_it_was_and_its_run_is_gone_on_wit
     process.kill()
     process.communicate()
     time.sleep(6)  # in which attempts without an engine would fail again and again
+    shutil.copytree(place.folder / "killed", place.folder / "copy", ignore=shutil.ignore_patterns("run.lock"))
     done = result(place.start("train", "--json", "--server", place.url, "--resume", "killed"))
     assert done["steps"] == 3
+    copy = place.start("train", "--server", place.url, "--resume", "copy")
+    printed, _ = copy.communicate(timeout=WAIT_SECONDS)
+    assert copy.returncode == 1
+    assert "has gone on at this server from another copy of its folder" in printed
     assert done["metrics"]["training/policy_version"] == 3, "no rollout was used up while nobody could sample it"
     excluded = sum(value for name, value in done["metrics"].items() if name.startswith("tokens/excluded/"))
     assert done["metrics"]["tokens/received"] == done["metrics"]["tokens/trained"] + excluded

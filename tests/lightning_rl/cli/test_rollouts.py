@@ -60,7 +60,7 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
         record(store, "train-1-0", TALK, reward={"reward": 0.5, "polite": 1.0})
         record(store, "train-1-1", [say(1, "a", "b")], error=BUG)
         record(store, "val-1-0", [say(1, "how many", "three")], mode="val")
-        store.enqueue([RolloutRequest(task="waits", rollout_id="train-2-0", group_id="train-2")])
+        store.enqueue([RolloutRequest(task="waits", rollout_id="train-2-0", group_id="train-2.4f")])
         yield tmp_path / "run"
 
 
@@ -69,7 +69,8 @@ def test_the_newest_are_listed_last_and_filters_narrow_them(run_dir: Path) -> No
     assert ids(lines("list", *where)) == ["train-1-0", "train-1-1", "val-1-0", "train-2-0"]
     assert ids(lines("list", *where, "--limit", "2")) == ["val-1-0", "train-2-0"]
     assert ids(lines("list", *where, "--mode", "train", "--status", "failed")) == ["train-1-1"]
-    assert ids(lines("list", *where, "--group", "train-2")) == ["train-2-0"]
+    for group, there in (("train-2", ["train-2-0"]), ("train-2.4f", ["train-2-0"]), ("train", []), ("train-2.4", [])):
+        assert ids(lines("list", *where, "--group", group)) == there
     head, first, second, *_ = run("list", *where).splitlines()
     assert head.split() == ["rollout", "status", "mode", "group", "tries", "reward", "seconds", "error", "and", "task"]
     assert first.split()[:6] == ["train-1-0", "succeeded", "train", "-", "1", "0.5"]
@@ -184,6 +185,12 @@ def test_a_server_is_read_with_its_admin_key(server: tuple[str, Path], store: Pa
     asked = ("list", "--url", url, "--group", "read", "--limit", "2")
     assert ids(lines(*asked, **{ADMIN_KEY: "admin"})) == ["read-1", "read-2"]
     assert ids(lines(*asked, "--run-dir", str(folder))) == ["read-1", "read-2"]
+    store.enqueue(
+        [RolloutRequest(task=1, rollout_id=f"read-0.{name}", group_id=f"group.{name}") for name in ("a", "b")]
+    )
+    of_run = RolloutServer(store, "b")
+    for group in ("group", "group.b"):
+        assert [each.rollout_id for each in of_run.newest(Which(group_id=group), 5)] == ["read-0.b"]
     assert "rollout read-0: queued" in run("show", "read-0", "--url", url, **{ADMIN_KEY: "admin"})
     assert "give its whole id" in refusal("show", "read", "--url", url, **{ADMIN_KEY: "admin"})
     assert ADMIN_KEY in refusal(*asked)

@@ -155,6 +155,18 @@ def test_a_run_has_its_engines_at_the_server_as_long_as_it_is_attached(store: Ht
         assert store.state()["models"]["policy-one"]["policy_version"] == 1, "it goes on from an older checkpoint"
 
 
+def test_a_copy_of_a_run_that_has_gone_on_is_refused_and_the_run_stays_attached(store: HttpStore) -> None:
+    own = endpoint(served_as="policy-copied", engines=[engine("policy-copied")])
+    with attached(store, "copied", own, sessions=["a", "b"]) as run:
+        with (
+            pytest.raises(Conflict, match="from another copy of its folder"),
+            attached(store, "copied", own, sessions=["a", "c"]),
+        ):
+            pytest.fail("it attached")
+        assert run.confirm()
+        assert models(store) == ["policy-copied"]
+
+
 def test_a_run_of_several_policies_has_the_engines_of_all_and_waits_for_each_alone(
     store: HttpStore, eventually: Callable[..., None]
 ) -> None:

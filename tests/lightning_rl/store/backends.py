@@ -65,6 +65,7 @@ NOT_OVER_HTTP = {
     "recorded_calls": "the server, as it starts",
     "shelve": "the server, as it starts",
     "remember_run": "the server: a run attaches",
+    "enter_session": "the server: a run attaches",
     "forget_run": "the server: a run has left, or was given up",
     "remembered_runs": "the server, as it starts",
     "statuses": "`POST /v1/traces`: whether the attempts of spans are open",

@@ -28,7 +28,7 @@ from lightning_rl.store.contract import (
     RolloutConfig,
     RolloutRequest,
 )
-from lightning_rl.store.errors import StoreUnwritable
+from lightning_rl.store.errors import Conflict, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.span import Span, unpacked
 from tests.random_examples import examples
@@ -364,6 +364,18 @@ def test_a_gateway_remembers_its_own_runs_and_none_of_another_whose_name_looks_a
         store.remember_run("g_1", "mine", "{}")
         store.remember_run("gx1", "theirs", "{}")
         assert store.remembered_runs("g_1") == {"mine": "{}"}
+
+
+def test_a_run_goes_on_from_the_folder_that_knows_its_last_session_alone() -> None:
+    with closing(SqlStore("sqlite://")) as store:
+        store.enter_session("run", ["a"])
+        store.enter_session("run", ["a"])  # its server was started anew
+        store.enter_session("run", ["a", "b"])
+        for copy in (["a", "c"], ["d"]):
+            with pytest.raises(Conflict, match="run run has gone on at this server from another copy of its folder"):
+                store.enter_session("run", copy)
+        store.enter_session("another", ["d"])
+        store.enter_session("run", ["a", "b", "lost", "e"])  # a session that ended before it was told
 
 
 def test_a_run_that_attaches_elsewhere_is_remembered_there_alone() -> None:
