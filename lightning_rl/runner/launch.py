@@ -31,7 +31,7 @@ from lightning_rl.runner.agent_pickle import pickled
 from lightning_rl.runner.payload import LENGTH, ONE_MORE_SLOT, Isolation, Payload
 from lightning_rl.sandboxes.local import remove_left_behind
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.errors import StoreError
+from lightning_rl.store.errors import NotAllowed, StoreError
 
 MOST = 64  # rollouts at once in a process where no number is given, and in all where each starts processes of its own
 FOR_SERVICES = 8  # the same where only services answer, of whose queues nothing is known
@@ -255,9 +255,14 @@ class _Runner:
         )
 
     def _lose_claims(self, process: _RunnerChild) -> int:
-        """Have the rollouts of a process that died retried; how many have ended, since this was their last try."""
+        """Have the rollouts of a process that died retried; how many have ended, since this was their last try. Raises
+        ChildDied where the server refuses the key: whoever comes next would be refused, too."""
         try:
             moved = self._store.workers_died([process.worker_id])
+        except NotAllowed as error:
+            raise ChildDied(
+                f"the server at {self._store.url} takes the key of {self._name} no longer: {error}"
+            ) from error
         except StoreError as error:
             _log.warning("the rollouts of %s are retried only when their leases are over: %s", self._name, error)
             return 0

@@ -30,6 +30,7 @@ from lightning_rl.runner.results import Results
 from lightning_rl.runner.slots import Slots
 from lightning_rl.runner.worker import Worker
 from lightning_rl.store.client import HttpStore
+from lightning_rl.store.errors import NotAllowed
 from lightning_rl_proxy.recording.alerts import ALARMS
 
 _CONNECTIONS = 4  # of heartbeats, claims, results, and those of lost claims
@@ -129,12 +130,15 @@ class _Process:
         threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True).start()
 
     def _guarded(self, work: Callable[[], None]) -> None:
+        name = threading.current_thread().name
         try:
             work()
-        except BaseException:
-            _log.exception("%s ended", threading.current_thread().name)
+        except NotAllowed as error:
+            _log.error("%s ended: %s", name, error)
             self.fail()
-            raise
+        except BaseException:  # noqa: BLE001 - whatever ends a thread ends the process
+            _log.exception("%s ended", name)
+            self.fail()
 
     def _hear_parent(self) -> None:
         while more := os.read(0, 4096):
