@@ -17,6 +17,7 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -85,8 +86,9 @@ class _RunnerChild:
     """One process of a runner, with the slots that it was given. Not yet started when made."""
 
     def __init__(self, name: str, payload: Payload, log: Path, changed: Callable[[], None]) -> None:
-        # Each process has a worker id of its own, so that the claims of a dead one are told from everybody else's.
-        self.worker_id = f"{name.replace(' ', '-')}-{secrets.token_hex(4)}"
+        # Each process has a worker id of its own, so that the claims of a dead one are told from everybody else's; it
+        # names the machine, for whoever looks for one whose attempts fail.
+        self.worker_id = f"{name.replace(' ', '-')}-{socket.gethostname()}-{secrets.token_hex(4)}"
         self.slots = payload["slots"]
         frame = pickle.dumps(payload | {"worker_id": self.worker_id})
         self.child = Child(

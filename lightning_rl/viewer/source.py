@@ -200,14 +200,15 @@ class ServerSource:
             self._cursor = following
 
     def changed(self, open_rollouts: dict[str, int]) -> Iterator[list[Placed]]:
-        """See `Source`: those that have ended."""
+        """See `Source`: those that have ended, and the first of those that run or are queued."""
         late, self._reward = self.store.rewarded(self._reward)
         places = open_rollouts | {name: place for name in late if (place := self._places.get(name)) is not None}
         names = list(places)
         for start in range(0, len(names), _CHUNK // 2):
-            ended = self.store.wait(names[start : start + _CHUNK // 2], 0)
-            self._note(rollout for rollout in ended if rollout.rollout_id in open_rollouts)
-            yield [(places[rollout.rollout_id], rollout) for rollout in ended]
+            chunk = names[start : start + _CHUNK // 2]
+            changed = self.store.wait(chunk, 0) if start else self.store.find(chunk)
+            self._note(rollout for rollout in changed if rollout.rollout_id in open_rollouts)
+            yield [(places[rollout.rollout_id], rollout) for rollout in changed]
 
     def _note(self, rollouts: Iterable[Rollout]) -> None:
         self._unread += [rollout.rollout_id for rollout in rollouts if rollout.status in ENDED and rollout.attempt_id]

@@ -134,6 +134,7 @@ class Runs:
         encoded = msgspec.json.encode(request).decode()
         await self._sql.run(self._store.remember_run, self._together.gateway_id, run_id, encoded)
         self._attached[run_id] = _Attached(request)
+        _log.info("run %s is attached, with %s", run_id, ", ".join(request.models))
         return RunInfo(run_id=run_id, model=request.model, began_ns=self._gateway.now_ns())
 
     def check_attached(self, rollout_ids: Sequence[str | None]) -> None:
@@ -160,6 +161,7 @@ class Runs:
         run = self._attached.pop(run_id, None)
         if run is not None:
             await self._clear(run_id, run.request.models)
+            _log.info("run %s has left", run_id)
 
     async def watch(self) -> None:
         """Look after the runs until cancelled."""

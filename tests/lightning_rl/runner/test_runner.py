@@ -189,13 +189,15 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_a_refused_key_is_told(server, tmp_path) -> None:
+def test_a_refused_key_is_told_once_and_starts_no_other_runner(server, tmp_path, caplog) -> None:
     agent = as_agent(lambda task: 0.0)
     with (
         launch(1, agent, server.url, "wrong", log_dir=tmp_path) as working,
-        pytest.raises(ChildDied, match="NotAllowed"),
+        pytest.raises(ChildDied, match=r"takes the key of runner 0 no longer: .*401"),
     ):
         check_for_long(working)
+    assert not [record for record in caplog.records if "started anew" in record.getMessage()]
+    assert "Traceback" not in (tmp_path / "runner-0.log").read_text()
 
 
 def check_for_long(working) -> None:

@@ -188,21 +188,6 @@ def test_a_process_that_dies_again_and_again_ends_the_run(server, tmp_path, capl
     assert sum("started anew" in record.getMessage() for record in caplog.records) == 3
 
 
-def test_a_key_that_is_taken_no_longer_ends_the_runner_and_starts_no_other(server, tmp_path, caplog) -> None:
-    def agent(task, llm):
-        return 1.0
-
-    with (
-        launch(1, as_agent(agent), server.url, "revoked", log_dir=tmp_path) as working,
-        pytest.raises(ChildDied, match="takes the key of runner 0 no longer: .*401"),
-    ):
-        for _ in range(600):
-            working.check()
-            time.sleep(0.1)
-    assert not [record for record in caplog.records if "started anew" in record.getMessage()]
-    assert "Traceback" not in (tmp_path / "runner-0.log").read_text()
-
-
 def test_deaths_with_finished_rollouts_in_between_do_not_end_the_run(server, tmp_path) -> None:
     def agent(task, llm):
         import os

@@ -324,6 +324,12 @@ class _Pages:
         self.pages = list(pages)
         self.asked: list[str | None] = []
 
+    def rewarded(self, after: int | None) -> tuple[list[str], int]:
+        return [], 0
+
+    def find(self, rollout_ids: list[str]) -> list[Rollout]:
+        return [each for page in self.pages for each in page if each.rollout_id in rollout_ids]
+
     def page(self, cursor: str | None, limit: int) -> tuple[list[Rollout], str | None]:
         self.asked.append(cursor)
         at = int(cursor or 0)
@@ -344,6 +350,9 @@ def test_of_a_servers_rollouts_those_of_the_run_are_listed_each_once() -> None:
     server.pages[1].append(_rollout("d.one"))
     assert [(position, rollout.rollout_id) for page in source.arrived() for position, rollout in page] == [(3, "d.one")]
     assert server.asked == [None, "1", "1"]
+    server.pages[0][0] = msgspec.structs.replace(_rollout("a.one"), status="running")
+    [changed] = source.changed({"a.one": 1, "c.one": 2})
+    assert [(place, rollout.status) for place, rollout in changed] == [(1, "running"), (2, "queued")]
 
 
 def test_a_run_that_attached_to_a_server_is_looked_at_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
