@@ -1,5 +1,6 @@
 """Files that are whole or not there, and a run folder that one process holds: a run may be cut off at any moment."""
 
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ from lightning_rl.errors import Explained
 LOCK = "run.lock"
 TOKENIZER_FOLDER = "tokenizer"  # of a run that keeps its model's, but makes no checkpoints
 _FINISHED = "finished.json"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _POLL_SECONDS = 0.05  # a file system tells nobody that a lock is free
 
 
@@ -84,11 +86,14 @@ def finished(run_dir: Path) -> dict[str, int] | None:
     return json.loads(file.read_bytes()) if file.is_file() else None
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step."""
+def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Replace `path` by `content` in one step. Raises OSError naming the file."""
     partial = path.with_name(path.name + ".partial")
     try:
-        with partial.open("wb") as file:
+        with (
+            named_in_errors(path),
+            os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file,
+        ):
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
@@ -96,6 +101,18 @@ def write_whole(path: Path, content: bytes) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def named_in_errors(path: Path) -> Iterator[None]:
+    """What fails while the file is written names it, and what to do where its disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        advice = ": make room, and do that again" if error.errno in _FULL else ""
+        raise OSError(error.errno, f"{error.strerror}{advice}", str(path)) from error
 
 
 def is_a_runs_own(path: Path, run_dir: Path, *written: str) -> bool:

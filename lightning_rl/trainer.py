@@ -34,7 +34,7 @@ from lightning_rl.control_plane.attach import LEASE_SECONDS, Attachment, attache
 from lightning_rl.control_plane.several_servers import SeveralServers
 from lightning_rl.data.dataset import dataset_of
 from lightning_rl.errors import Explained, WorkerDied
-from lightning_rl.files import finished, make_run_dir, note_finished, owned
+from lightning_rl.files import finished, make_run_dir, note_finished, owned, write_whole
 from lightning_rl.processes.child import Child
 from lightning_rl.processes.service_keys import RUNNER_KEY, SHORTEST, is_loopback
 from lightning_rl.runner import launch as runners
@@ -469,11 +469,11 @@ def _run_id(run_dir: Path, algorithm: Algorithm, *, attaches: bool) -> str:
             f"{run_dir} is of a run that attached to {' and '.join(urls)}, where its rollouts are: go on with it with "
             f"server={urls if len(urls) > 1 else urls[0]!r} (`--server` on the command line)"
         )
-    if file.exists():
-        return file.read_text()
+    if file.exists() and (run_id := file.read_text()):
+        return run_id
     _log.warning(
         "%s holds a run and no file %s, so it goes on under a new id: what it had in flight is left, and its step is "
-        "sampled anew. Was the whole folder copied?",
+        "sampled anew. Was the whole folder copied, or did its first start fail?",
         run_dir,
         _RUN_ID,
     )
@@ -504,5 +504,4 @@ def _write_urls(run_dir: Path, urls: Sequence[str]) -> None:
 
 
 def _write_private(path: Path, text: str) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
+    write_whole(path, text.encode(), mode=0o600)

@@ -76,6 +76,7 @@ def run(
         )
     with ended_by_sigterm():
         loaded = load_agent(agent)
+        _make_log_dir(log_dir)
         _wait_for([HttpStore(url, key, connections=1, patience_seconds=0) for url in store])
         typer.echo(f"Runs {agent} for {', '.join(store)}, at most {at_once} rollouts at once (isolation: {isolation}).")
         typer.echo(f"Logs: {log_dir.resolve()}. Ctrl-C gives back what runs, and ends.")
@@ -97,6 +98,14 @@ def run(
             typer.echo("Stopped; what ran was given back.")
             raise
     typer.echo(f"Done: rollouts that ended here: {max_rollouts}.")
+
+
+def _make_log_dir(folder: Path) -> None:
+    """Make the folder of the logs. Raises CannotJoin where that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CannotJoin(f"--log-dir {folder} cannot be made: {error.strerror}; name another folder") from error
 
 
 def _wait_for(servers: "Sequence[HttpStore]") -> None:

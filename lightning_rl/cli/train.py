@@ -160,7 +160,8 @@ def _check_resumed(run_dir: Path, settings: "TrainConfig", server: list[str] | N
     if settings.agent is None and not configured_agents(settings):
         raise ConfigError(
             f"{run_dir.resolve()} is of a script or a notebook, and only that names its agent: go on there, by "
-            f"lrl.Trainer(agent, run_dir={str(run_dir)!r}) and trainer.resume_mode=auto, or add agent=module:function"
+            f"lrl.Trainer(agent, run_dir={str(run_dir)!r}) and trainer.resume_mode=auto, or add agent=module:function; "
+            "or it is of `lightning-rl sft`, whose own --resume goes on with it"
         )
 
 

@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
 from lightning_rl.errors import Explained
-from lightning_rl.files import is_a_runs_own
+from lightning_rl.files import is_a_runs_own, named_in_errors
 from lightning_rl.inspect import folder, pairs, recorded, trained
 from lightning_rl.inspect.rollout_source import Which, pages, resources_of
 from lightning_rl.store import queries
@@ -426,7 +426,7 @@ def _whole(file: Path) -> Iterator[BinaryIO]:
     """What is written in the block becomes the file when it ends well."""
     partial = file.with_name(file.name + ".partial")
     try:
-        with partial.open("wb") as out:
+        with named_in_errors(file), partial.open("wb") as out:
             yield out
             out.flush()
             os.fsync(out.fileno())

@@ -13,12 +13,14 @@ from typing import Any
 
 import yaml
 
-from lightning_rl.config import ConfigError
+from lightning_rl.config import ConfigError, to_yaml
 from lightning_rl.config.schema import Config
 from lightning_rl.rl.kl import AdaptiveKL, FixedKL
 from lightning_rl.training import checkpoint
+from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.token_account import TokenAccount
 
+_OF_MEMORY = ("_offload", "_per_gpu", "use_torch_compile", "enable_gradient_checkpointing")  # ends of keys
 _log = logging.getLogger(__name__)
 
 
@@ -86,9 +88,10 @@ class TuningRecord:
         self._last = state["last"]
 
 
-def changes_to_warn_of(config: Config, run_dir: Path) -> Iterator[str]:
+def changes_to_warn_of(config: Config, run_dir: Path, step: int) -> Iterator[str]:
     """What is said where a run goes on with another `model.path` than it had, since its weights are its checkpoint's,
-    and with keys that put the tasks into another order."""
+    with keys that put the tasks into another order, and with keys that make other weights in the steps that are done
+    anew than sampled what the store has of these."""
     if not (file := run_dir / "config.yaml").is_file():
         return
     had, model = yaml.safe_load(file.read_text()), config.actor_rollout_ref.model
@@ -104,6 +107,29 @@ def changes_to_warn_of(config: Config, run_dir: Path) -> Iterator[str]:
                 f"data.{name}={now} (it was {had['data'][name]}) puts the tasks into another order: of the epoch in "
                 "which this run goes on some are trained twice, and some not at all"
             )
+    before, now = _of_updates(had), _of_updates(yaml.safe_load(to_yaml(config)))
+    # None is chosen by the model, as it was before.
+    changed = [name for name, value in now.items() if value is not None and before.get(name, value) != value]
+    done_before = max((int(file.stem) for file, _ in step_record.files(run_dir)), default=0)
+    if changed and done_before > step:
+        yield (
+            f"{', '.join(changed)}: changed, and steps {step + 1} to {done_before} were done before with other values. "
+            "Rollouts of these steps that the store has are trained on as they are, though from the second step on "
+            "other weights sampled them. To sample all anew begin a new run from the checkpoint "
+            "(trainer.resume_mode=resume_path, trainer.resume_from_path)"
+        )
+
+
+def _of_updates(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys that say what an update makes of rollouts."""
+    sections = {"actor_rollout_ref.actor": config["actor_rollout_ref"]["actor"]}
+    sections |= {name: config[name] for name in ("algorithm", "critic")}
+    return {name: value for name, value in _flat(sections).items() if not name.endswith(_OF_MEMORY)}
+
+
+def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
+    inner = {name: _flat(value) if isinstance(value, dict) else {"": value} for name, value in nested.items()}
+    return {f"{name}.{rest}".rstrip("."): value for name, part in inner.items() for rest, value in part.items()}
 
 
 def begin_from(source: Path, run_dir: Path) -> Path:
@@ -188,7 +214,12 @@ class RunState:
         self.resumed = resumed_from is not None
         self._keep = config.trainer.max_actor_ckpt_to_keep
         self._saved = None if resumed_from is None else checkpoint.open_state(resumed_from)
-        for warning in () if resumed_from is None else changes_to_warn_of(config, run_dir):
+        if self._saved is not None and "batches_taken" not in self._saved:
+            raise ConfigError(
+                f"{resumed_from} is a checkpoint of SFT: go on with it by `lightning-rl sft --resume {run_dir}`, or "
+                f"train what it has learned, in another run folder, by actor_rollout_ref.model.path={resumed_from}"
+            )
+        for warning in () if self._saved is None else changes_to_warn_of(config, run_dir, self._saved["step"]):
             _log.warning("%s", warning)
 
     def saved_version(self, policy: str) -> int:

@@ -29,7 +29,7 @@ from lightning_rl_proxy.recording.alerts import ALARMS
 
 _LOOK_SECONDS = 0.5  # between two looks at the runs
 _ORPHANS_EVERY = 4  # so many looks it is asked for runs whose gateway is gone
-_SILENT_SECONDS = 2.0  # after which a trainer whose engines are away is believed to be gone, too
+_SILENT_SECONDS = 1.0  # after which a trainer whose engines are away is believed to be gone, too
 _LATEST = "latest"
 _log = logging.getLogger(__name__)
 

@@ -1,12 +1,18 @@
 """Metrics as one JSON object a line, whole lines only, readable while the run goes on."""
 
+import logging
+import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import msgspec
 
-from lightning_rl.files import write_whole
+from lightning_rl.files import named_in_errors, write_whole
+
+_log = logging.getLogger(__name__)
 
 
 class JsonlTracker:
@@ -17,11 +23,17 @@ class JsonlTracker:
         self._file = path.open("ab", buffering=0)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one line. Raises OSError naming the file."""
-        try:
-            self._file.write(msgspec.json.encode({"step": step, "time": time.time(), **metrics}) + b"\n")
-        except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}: make room, then resume the run", str(self._path)) from error
+        """Write one line. Raises OSError naming the file, which has none of the line then."""
+        line = msgspec.json.encode({"step": step, "time": time.time(), **metrics}) + b"\n"
+        size = os.fstat(self._file.fileno()).st_size
+        with named_in_errors(self._path):
+            try:
+                while line:
+                    line = line[self._file.write(line) :]  # where the disk runs full it takes a part of them first
+            except OSError:
+                with suppress(OSError):  # what is left of it is passed over
+                    os.ftruncate(self._file.fileno(), size)
+                raise
 
     def close(self) -> None:
         """Close the file."""
@@ -29,8 +41,9 @@ class JsonlTracker:
 
 
 def read(path: Path) -> list[dict[str, float]]:
-    """The lines of a metrics file, in order; half a line, as a killed run may leave it, is skipped."""
-    return [msgspec.json.decode(line, type=dict[str, float]) for line in _whole_lines(path) if line]
+    """The lines of a metrics file, in order. Half a line at the end, as a killed run may leave it, is skipped; of other
+    lines that are none of ours it is told."""
+    return [row for _, row in _rows(path)]
 
 
 def history(path: Path) -> list[dict[str, float]]:
@@ -44,10 +57,22 @@ def keep_until(path: Path, step: int | None) -> list[dict[str, float]]:
     if not path.exists() or step is None:
         path.unlink(missing_ok=True)
         return []
-    lines = [line for line in _whole_lines(path) if msgspec.json.decode(line)["step"] <= step]
+    lines = [line for line, row in _rows(path) if row["step"] <= step]
     write_whole(path, b"".join(line + b"\n" for line in lines))
     return history(path)
 
 
-def _whole_lines(path: Path) -> list[bytes]:
-    return path.read_bytes().rpartition(b"\n")[0].splitlines()
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
+    for number, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), 1):
+        try:
+            row = msgspec.json.decode(line, type=dict[str, float])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            _tell(path, number, str(error))
+        else:
+            yield line, row
+
+
+@cache
+def _tell(path: Path, number: int, why: str) -> None:
+    """Once: a page that shows the run reads the file again and again."""
+    _log.warning("%s: line %d is no step's metrics, and left out: %s", path, number, why)

@@ -150,6 +150,11 @@ def test_it_waits_for_a_server_that_is_away(tmp_path: Path) -> None:
             KEY,
             "--max-rollouts goes with one",
         ),
+        (
+            ["--agent", "my_agent:solve", "--log-dir", "my_agent.py"],
+            KEY,
+            "--log-dir my_agent.py cannot be made: File exists",
+        ),
     ],
 )
 def test_what_its_user_can_put_right_ends_it_with_one_line(

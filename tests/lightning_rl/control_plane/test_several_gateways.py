@@ -297,8 +297,8 @@ def test_a_gateway_that_is_started_anew_hands_out_nothing_of_its_run_until_that_
     one.kill()
     one = fleet.start("one")
     assert claimed(one) == ["r1.more"]
-    with pytest.raises(Conflict, match="run run is not attached here"):
-        one.store.enqueue(asked)
+    with pytest.raises(Conflict, match="run run is not attached here"):  # nor at the other, if that was as slow as dead
+        one.store.renew_run("run")
     two.store.begin_run("run", "policy-run", 60)
     two.store.enqueue(asked)
     eventually(lambda: takes(one))
@@ -466,7 +466,7 @@ def test_an_engine_is_every_gateways_and_what_each_counted_is_added_up(fleet: Fl
     assert [each["policy_version"] for each in late.store.engines()] == [4], "who joins learns of it"
     assert late.store.state()["models"]["policy"]["policy_version"] == 4
 
-    requests = [RolloutRequest(task=n, rollout_id=f"r{n}.run", config=PATIENT) for n in range(6)]
+    requests = [RolloutRequest(task=n, rollout_id=f"r{n}.counted", config=PATIENT) for n in range(6)]
     one.store.enqueue(requests)
     claims = two.store.claim("w", limit=6)
     at = Counter(claim.resources["main_llm"]["base_url"].split("/rollout/")[0] for claim in claims)

@@ -121,7 +121,7 @@ def test_a_path_that_is_not_read_is_reported(tmp_path: Path, caplog: pytest.LogC
 def test_a_run_that_goes_on_with_another_model_or_order_of_tasks_is_told_so(tmp_path: Path) -> None:
     def told(data: dict[str, Any] | None = None, **model: Any) -> list[str]:
         given = {"actor_rollout_ref": {"model": {"path": "old"} | model}, "data": data or {}}
-        return list(changes_to_warn_of(compose(given), tmp_path))
+        return list(changes_to_warn_of(compose(given), tmp_path, 3))
 
     assert told(path="new") == []
     (tmp_path / "config.yaml").write_text(to_yaml(compose({"actor_rollout_ref": {"model": {"path": "old"}}})))
@@ -131,3 +131,19 @@ def test_a_run_that_goes_on_with_another_model_or_order_of_tasks_is_told_so(tmp_
     [size, seed] = told({"train_batch_size": 5, "seed": 7})
     assert size.startswith("data.train_batch_size=5 (it was 32) puts the tasks into another order")
     assert seed.startswith("data.seed=7 (it was ")
+
+
+def test_a_run_that_does_steps_anew_with_other_updates_is_told_so(tmp_path: Path) -> None:
+    def told(**actor: Any) -> list[str]:
+        return list(changes_to_warn_of(compose({"actor_rollout_ref": {"actor": actor}}), tmp_path, 3))
+
+    (tmp_path / "config.yaml").write_text(to_yaml(compose({"actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6}}}})))
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "000003.msgpack").touch()
+    assert told(optim={"lr": 3e-4}) == []  # no step is done anew
+    (tmp_path / "steps" / "000005.msgpack").touch()
+    assert told(optim={"lr": 1e-6}) == told(optim={"lr": None}) == []
+    assert told() == told(ppo_max_token_len_per_gpu=99_000, fsdp_config={"param_offload": True}) == []
+    [changed] = told(optim={"lr": 3e-4}, clip_ratio=0.3)
+    names = "actor_rollout_ref.actor.clip_ratio, actor_rollout_ref.actor.optim.lr"
+    assert changed.startswith(f"{names}: changed, and steps 4 to 5 were done before with other values")

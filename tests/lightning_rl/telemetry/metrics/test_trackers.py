@@ -1,6 +1,7 @@
 """Where metrics go: lines that are read back, also after a cut; and what a person sees of a step."""
 
 import io
+import resource
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,32 @@ def test_a_file_cut_at_any_byte_gives_its_whole_lines(tmp_path: Path) -> None:
         assert history(tmp_path / "m.jsonl") == kept == [{"step": n, "reward": n / 2} for n in range(len(kept))]
 
 
+def test_a_line_that_is_none_of_ours_is_told_once_and_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    whole = written(tmp_path / "m.jsonl", 3).splitlines(keepends=True)
+    (tmp_path / "m.jsonl").write_bytes(whole[0] + whole[1][:9] + whole[1] + whole[2])
+    for _ in range(2):
+        assert [row["step"] for row in read(tmp_path / "m.jsonl")] == [0, 2]
+    assert caplog.text.count("line 2 is no step's metrics") == 1
+    assert [row["step"] for row in keep_until(tmp_path / "m.jsonl", 2)] == [0, 2]
+
+
+def test_a_line_that_fits_in_part_leaves_nothing(tmp_path: Path) -> None:
+    before = written(tmp_path / "m.jsonl", 2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    tracker = JsonlTracker(tmp_path / "m.jsonl")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 10, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*m\.jsonl"):
+            tracker.log(2, {"reward": 1.0})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "m.jsonl").read_bytes() == before
+    tracker.log(2, {"reward": 1.0})
+    assert [row["step"] for row in read(tmp_path / "m.jsonl")] == [0, 1, 2]
+
+
 def test_a_run_without_a_checkpoint_begins_anew(tmp_path: Path) -> None:
     written(tmp_path / "m.jsonl", 3)
     assert keep_until(tmp_path / "m.jsonl", None) == []
@@ -80,5 +107,5 @@ def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_with_its_file(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").symlink_to("/dev/full")
-    with pytest.raises(OSError, match=r"No space left on device: make room, then resume the run: .*m\.jsonl"):
+    with pytest.raises(OSError, match=r"No space left on device: make room, and do that again: .*m\.jsonl"):
         JsonlTracker(tmp_path / "m.jsonl").log(0, {})
