@@ -49,8 +49,9 @@ class PolicyToServe(Served, Protocol):
 class Attachment:
     """An attached run. `began_ns`: when it began, by the server's clock, since the epoch."""
 
-    def __init__(self, store: HttpStore, run_id: str, began_ns: int) -> None:
+    def __init__(self, store: HttpStore, run_id: str, began_ns: int, session: str | None = None) -> None:
         self.began_ns = began_ns
+        self._session = session
         self._store = store
         self._run_id = run_id
         self._refused: StoreError | None = None
@@ -77,7 +78,7 @@ class Attachment:
     def confirm(self) -> bool:
         """Whether the server knows the run, asked now. Raises Unreachable."""
         try:
-            self._store.renew_run(self._run_id)
+            self._store.renew_run(self._run_id, self._session)
         except (Conflict, NotFound) as error:
             self._refused = error
         else:
@@ -136,7 +137,7 @@ def attach(
     nothing is attached then.
     """
     began_ns = store.begin_run(run_id, policy.served_as or policy.model, lease_seconds, policy.more_models, sessions)
-    attachment = Attachment(store, run_id, began_ns)
+    attachment = Attachment(store, run_id, began_ns, sessions[-1] if sessions else None)
     try:
         for engine in policy.engines:
             _register(store, engine)

@@ -283,7 +283,7 @@ def _mismatch(evidence: Evidence) -> Finding | None:
         severity="stops learning" if number >= GAP_STOPS else "slows learning" if number >= GAP_SLOWS else "look at it",
         number=number,
         told=f"the sampler's and the trainer's logprobs differ by {number:.3g} nats in the mean",
-        advice="give engine and trainer the same dtype, weights and chat format; where older weights sampled the tokens "
+        advice="give engine and trainer the same dtype, weights and chat format; where older weights sampled "
         "(training/staleness) some of it is meant: lower actor.optim.lr or trainer.max_off_policy_threshold",
         steps=_steps(evidence) if logged else _last_step(evidence),
         rollout=worst,

@@ -378,9 +378,10 @@ class HttpStore:
         body["sessions"] = list(sessions)
         return int(self._call("POST", f"/runs/{run_id}/begin", body, dict[str, Any])["began_ns"])
 
-    def renew_run(self, run_id: str) -> None:
-        """Say that a run's trainer lives. Raises Conflict where the run is not attached any more."""
-        self._call("POST", f"/runs/{run_id}/heartbeat", {}, dict[str, Any])
+    def renew_run(self, run_id: str, session: str | None = None) -> None:
+        """Say that a run's trainer lives. Raises Conflict where the run is not attached any more, or is by another
+        session."""
+        self._call("POST", f"/runs/{run_id}/heartbeat", {"session": session}, dict[str, Any])
 
     def end_run(self, run_id: str) -> None:
         """Detach a run: its engines are out, and nothing of it is handed to runners."""

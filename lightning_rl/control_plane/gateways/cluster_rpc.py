@@ -149,11 +149,6 @@ class Alone:
         """The gateways that share the store: none is known."""
         return []
 
-    @property
-    def knows_who_is_gone(self) -> bool:
-        """Whether others that live have had time to say so."""
-        return True
-
     def is_meant(self, gateway_id: str) -> bool:
         """Whether that is this gateway."""
         return False
@@ -204,11 +199,6 @@ class Peers(Alone):
     async def live(self) -> list[GatewayInfo]:
         """The gateways that live."""
         return await self._fleet.live()
-
-    @property
-    def knows_who_is_gone(self) -> bool:
-        """See `Alone`."""
-        return self._fleet.knows_who_is_gone
 
     async def seal(self, rollout_id: str, attempt_id: str) -> Sealed:
         """See `Alone`. Raises StoreUnwritable while nobody can say whether the attempt's gateway still lives."""

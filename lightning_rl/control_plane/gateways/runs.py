@@ -4,15 +4,13 @@ A rollout is a run's when its id ends with `.` and the run's id. Invariants: whe
 nothing of it runs on: attempts that run are lost, rollouts that are queued wait until they are asked for again (other
 weights would sample them), and the engines of its model are out. A trainer that is silent, and its engines with it,
 costs no rollout an attempt: calls wait until it is there again, or given up. A server that is started anew hands out
-nothing of the runs that were attached before, until they attach again; nor does any gateway of a store, of runs that
-were attached to one which is gone.
+nothing of the runs that were attached before, until they attach again.
 """
 
 import asyncio
 import contextlib
-import itertools
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated
 
 import msgspec
@@ -28,7 +26,6 @@ from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_proxy.recording.alerts import ALARMS
 
 _LOOK_SECONDS = 0.5  # between two looks at the runs
-_ORPHANS_EVERY = 4  # so many looks it is asked for runs whose gateway is gone
 _SILENT_SECONDS = 1.0  # after which a trainer whose engines are away is believed to be gone, too
 _LATEST = "latest"
 _log = logging.getLogger(__name__)
@@ -48,6 +45,12 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def models(self) -> list[str]:
         """All models that its engines sample."""
         return [self.model, *self.more_models]
+
+
+class RunHeartbeat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A trainer lives, of the `session` of its run that it began."""
+
+    session: str | None = None
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,22 +108,9 @@ class Runs:
     async def restore(self) -> None:
         """Before anything is handed out: what is queued of the runs that were attached to the server before waits."""
         remembered = await self._sql.run(self._store.remembered_runs, self._together.gateway_id)
-        await self._await_trainers(remembered)
-        await self._take_over()
-
-    async def _await_trainers(self, requests: Mapping[str, str]) -> None:
-        for run_id, request in requests.items():
+        for run_id, request in remembered.items():
             await self._sql.run(self._store.shelve, run_id)
             self._attached[run_id] = _Attached(msgspec.json.decode(request, type=RunRequest), before=True)
-
-    async def _take_over(self) -> None:
-        """Runs that were attached to gateways which are gone wait here for their trainers."""
-        live = [self._together.gateway_id, *(each.gateway_id for each in await self._together.live())]
-        orphans = await self._sql.run(self._store.orphaned_runs, live)
-        for run_id, request in orphans.items():
-            _log.warning("run %s was attached to a gateway that is gone: it waits here for its trainer", run_id)
-            await self._sql.run(self._store.remember_run, self._together.gateway_id, run_id, request)
-        await self._await_trainers(orphans)
 
     async def begin(self, run_id: str, request: RunRequest) -> RunInfo:
         """Attach a run; what an earlier trainer of it left here is cleared away first.
@@ -145,11 +135,13 @@ class Runs:
             ):
                 raise _not_attached(run_id)
 
-    async def heartbeat(self, run_id: str) -> None:
-        """Renew the lease of a run. Raises Conflict where it is not attached."""
+    async def heartbeat(self, run_id: str, session: str | None = None) -> None:
+        """Renew the lease of a run. Raises Conflict where it is not attached, or is by another session."""
         run = self._attached.get(run_id)
         if run is None or run.before:
             raise _not_attached(run_id)
+        if session is not None and session not in run.request.sessions[-1:]:
+            raise Conflict(f"run {run_id} goes on in another trainer, from another copy of its folder")
         run.heard_at = asyncio.get_running_loop().time()
         pauses, run.pauses = run.pauses, {}
         for pause in pauses.values():
@@ -165,13 +157,8 @@ class Runs:
 
     async def watch(self) -> None:
         """Look after the runs until cancelled."""
-        for turn in itertools.count():
+        while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            try:
-                if turn % _ORPHANS_EVERY == 0 and self._together.knows_who_is_gone:
-                    await self._take_over()
-            except (StoreError, SQLAlchemyError) as error:  # it is tried again
-                _log.warning("runs of gateways that are gone are not taken over yet: %s", error)
             for run_id, run in list(self._attached.items()):
                 try:
                     await self._look(run_id, run)
@@ -183,23 +170,18 @@ class Runs:
     async def _look(self, run_id: str, run: _Attached) -> None:
         request = run.request
         remaining = request.lease_seconds - run.silent_seconds()
-        if not await self._is_remembered(run_id):
-            self._drop(run_id, run)  # it is attached to another gateway since, or that has taken it over
+        if (remaining <= 0 or run.before) and not await self._is_remembered(run_id):
+            self._drop(run_id, run)  # it is attached to another gateway since
         elif remaining <= 0:
             ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
             await self._clear(run_id, request.models, run)
             self._drop(run_id, run)
-        else:
-            if run.before:
-                await self._sql.run(self._store.shelve, run_id)  # what is queued again, its runner is gone
-            await self._spare_attempts(run, remaining)
-
-    async def _spare_attempts(self, run: _Attached, seconds: float) -> None:
-        """Let the calls of a run whose trainer is silent wait, where they would fail."""
-        if run.silent_seconds() > _SILENT_SECONDS:
-            for model in run.request.models:
+        elif run.before:
+            await self._sql.run(self._store.shelve, run_id)  # what is queued again, its runner is gone
+        elif run.silent_seconds() > _SILENT_SECONDS:
+            for model in request.models:
                 if model not in run.pauses and await self._is_deserted(model):
-                    await self._let_wait(run, model, seconds + 2 * _LOOK_SECONDS)
+                    await self._let_wait(run, model, remaining + 2 * _LOOK_SECONDS)
 
     async def _is_remembered(self, run_id: str) -> bool:
         return run_id in await self._sql.run(self._store.remembered_runs, self._together.gateway_id)

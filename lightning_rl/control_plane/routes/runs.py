@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends
 
-from lightning_rl.control_plane.gateways.runs import RunInfo, RunRequest
+from lightning_rl.control_plane.gateways.runs import RunHeartbeat, RunInfo, RunRequest
 from lightning_rl.control_plane.gateways.server_info import ServerInfo
 from lightning_rl.control_plane.routes.required_key import ADMIN
 from lightning_rl.control_plane.routes.route import ApiRoute, JsonBody
@@ -33,9 +33,11 @@ async def begin_run(server: Server, run_id: str, body: Annotated[RunRequest, Dep
 
 
 @router.post("/runs/{run_id}/heartbeat", dependencies=[ADMIN])
-async def renew_run(server: Server, run_id: str) -> RunAnswer:
-    """Renew the lease of a run; 409 where it is not attached any more."""
-    await server.runs.heartbeat(run_id)
+async def renew_run(
+    server: Server, run_id: str, body: Annotated[RunHeartbeat, Depends(JsonBody(RunHeartbeat))]
+) -> RunAnswer:
+    """Renew the lease of a run; 409 where it is not attached any more, or is by another session."""
+    await server.runs.heartbeat(run_id, body.session)
     return RunAnswer(run_id=run_id)
 
 

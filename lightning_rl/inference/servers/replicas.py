@@ -15,6 +15,7 @@ from lightning_rl.inference.servers.errors import ServerEnded, ServerRefused, Un
 
 _RESTARTS = 3  # of one server; what ends it more often will not go away by itself
 WATCH_SECONDS = 0.5  # an agent's call that failed comes again after a second, and must find the others waiting
+_MISSED_SECONDS = 2.0  # so long an update still tries a server that was missed: one look may fail of one that is well
 _AWAY_SECONDS = 600.0  # that it may take to come back: the start of a server with a large model takes minutes
 _log = logging.getLogger(__name__)
 
@@ -54,8 +55,9 @@ class OwnServer(Protocol):
 class Member(Generic[C]):
     """A server, ours or (`server` None) somebody else's; one that is `away` has ended, or not taken its weights yet.
 
-    `unfinished`: it did not answer while it was given weights, so what it says of them is not to be believed.
-    `silent_since` is when one that is not ours first did not answer, by `time.monotonic`; None: it answers.
+    `unfinished`: it did not answer while it was given weights, so what it says of them is not to be believed. `given`
+    counts the times that it took weights. `silent_since` is when one that is not ours first did not answer, by
+    `time.monotonic`; None: it answers.
     """
 
     def __init__(self, control: C, server: OwnServer | None = None) -> None:
@@ -63,6 +65,7 @@ class Member(Generic[C]):
         self.control = control
         self.away = False
         self.unfinished = False
+        self.given = 0
         self.restarts = 0
         self.silent_since: float | None = None
 
@@ -128,12 +131,13 @@ class Replicas(Generic[C]):
                 each.result()
 
     def order(self, member: Member[C], order: Callable[[C], None], forget: Callable[[C], None]) -> None:
-        """Have a server do something. One that is away, or does not answer, is the watcher's.
+        """Have a server do something. One that is away, if it was not missed just now, or does not answer, is the
+        watcher's.
 
         One that is not ours may have been started anew, which nobody may have noticed: where it refuses, it is told
         once more, after `forget` of what it was told before. Raises WeightsRefused.
         """
-        if member.away:
+        if member.away and not self._was_just_missed(member):
             return
         try:
             try:
@@ -143,12 +147,18 @@ class Replicas(Generic[C]):
                     raise
                 forget(member.control)
                 order(member.control)
+            member.given += 1
+            member.away = member.away and not self._has_weights(member)
         except Unreached as error:
             member.away = member.unfinished = True
             if member.server is not None:
                 member.server.stop()
             else:
                 _log.warning("%s; it is given the present weights when it does", error)
+
+    def _was_just_missed(self, member: Member[C]) -> bool:
+        since = member.silent_since
+        return not member.unfinished and since is not None and time.monotonic() - since < _MISSED_SECONDS
 
     def updated(self, *, first: bool) -> None:
         """Servers were given weights: returns when at least one has them, so that calls need not wait any longer.
@@ -203,24 +213,31 @@ class Replicas(Generic[C]):
 
     def _look_at(self, member: Member[C]) -> None:
         """Ask a server that is not ours whether it has the present weights; one that was started anew is given them."""
+        given, renewing = member.given, False
         try:
-            if member.away or not self._has_weights(member):
+            ready = self._has_weights(member)  # asked without the lock: it may not answer for long
+            if member.away or not ready:
                 with self.lock:  # which an update may have held that gave them, or did not
                     if not self._has_weights(member):
                         self._lose(member)
-                        member.silent_since = None
+                        renewing = True
                         if not self._renew(member):
+                            member.silent_since = None
                             return
                         _log.warning("%s has the present weights", member)
                     elif member.away:
                         _log.warning("%s answers again", member)
                     member.away = False
         except (Unreached, ServerRefused) as error:
+            if member.given != given:  # it has taken weights meanwhile
+                return
             now = time.monotonic()
             member.silent_since = member.silent_since or now
             if now - member.silent_since > _AWAY_SECONDS and all(each.away for each in self.members):
                 raise _gone(error) from error
-            if not member.away:
+            if renewing:
+                _log.warning("%s has not taken the present weights, and is given them again: %s", member, error)
+            elif not member.away:
                 _log.warning(
                     "%s; it is waited for, up to %.0f s, and then given the present weights", error, _AWAY_SECONDS
                 )

@@ -167,13 +167,6 @@ class RolloutOperations(ResourceOperations):
         rows = connection.execute(sa.select(schema.meta).where(schema.meta.c.key.startswith(own, autoescape=True)))
         return {row.key.removeprefix(own): row.value for row in rows}
 
-    @reads
-    def orphaned_runs(self, connection: sa.Connection, live: Sequence[str]) -> dict[str, str]:
-        """The requests of the training runs that were attached at gateways which are not `live`, by id."""
-        rows = connection.execute(sa.select(schema.meta).where(schema.meta.c.key.startswith(_RUN)))
-        placed = [(*row.key.removeprefix(_RUN).rsplit(":", 1), row.value) for row in rows]
-        return {run_id: request for gateway_id, run_id, request in placed if gateway_id not in live}
-
     def _enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         latest = self._latest_resources_id(connection)
         named = [request.rollout_id for request in requests if request.rollout_id is not None]

@@ -165,6 +165,10 @@ def test_a_copy_of_a_run_that_has_gone_on_is_refused_and_the_run_stays_attached(
             pytest.fail("it attached")
         assert run.confirm()
         assert models(store) == ["policy-copied"]
+        store.begin_run("copied", "policy-copied", 60, sessions=["a", "b", "c"])  # a copy that was made meanwhile
+        assert not run.confirm()
+        with pytest.raises(RunGivenUp, match="goes on in another trainer, from another copy of its folder"):
+            run.check()
 
 
 def test_a_run_of_several_policies_has_the_engines_of_all_and_waits_for_each_alone(

@@ -74,7 +74,7 @@ CONTROL = {
     ("POST", "/resume"): ("admin", 400),
     ("GET", "/server"): ("admin", 200),
     ("POST", "/runs/x/begin"): ("admin", 400),
-    ("POST", "/runs/x/heartbeat"): ("admin", 409),
+    ("POST", "/runs/x/heartbeat"): ("admin", 400),
     ("POST", "/runs/x/end"): ("admin", 200),
     ("GET", "/gateways"): ("admin", 200),
     ("POST", "/peers/seal"): ("peer", 409),  # which gateway is meant was not said

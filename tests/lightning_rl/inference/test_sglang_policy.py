@@ -135,6 +135,7 @@ def test_calls_and_an_update_wait_while_no_server_answers(tmp_path: Path, impati
         server.down = True
         until(lambda: True in outages)
         update = pool.submit(made.update_weights, made.model, 1)
+        time.sleep(0.2)
         assert not update.done()
         server.start_anew()
         update.result(60)

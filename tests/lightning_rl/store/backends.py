@@ -68,7 +68,6 @@ NOT_OVER_HTTP = {
     "enter_session": "the server: a run attaches",
     "forget_run": "the server: a run has left, or was given up",
     "remembered_runs": "the server, as it starts",
-    "orphaned_runs": "the server, as it starts, and every few seconds",
     "statuses": "`POST /v1/traces`: whether the attempts of spans are open",
     "sweep": "the sweeper, every second",
 }

@@ -164,6 +164,51 @@ def test_a_server_whose_update_was_broken_off_is_given_the_weights_again_whateve
     assert "renew http://a" in servers.told
 
 
+def test_an_update_tries_a_server_that_was_missed_just_now(watched: Watched) -> None:
+    servers, replicas = watched("http://a", "http://b")
+    with replicas.lock:
+        servers.end("http://b")
+        until(lambda: replicas.members[1].away)
+        servers.down.clear()  # a connection was reset: it has its weights, and its calls
+        servers.weights = dict.fromkeys(servers.weights, NONE_GIVEN)  # new ones are there
+        for member in replicas.members:
+            servers.forget(member.control)
+            replicas.order(member, servers.give, servers.forget)
+        assert not replicas.urls_away
+    assert "renew http://b" not in servers.told
+
+
+def test_an_update_does_not_wait_for_a_look_at_a_server_that_hangs(watched: Watched) -> None:
+    servers, replicas = watched("http://a", "http://b")
+    hangs, asked = threading.Event(), threading.Event()
+    servers.end("http://b")
+    until(lambda: replicas.members[1].away)
+
+    def hang(control: Control) -> str:
+        asked.set()
+        hangs.wait(10)
+        raise Unreached("it does not answer")
+
+    servers.ask = hang  # type: ignore[method-assign]
+    assert asked.wait(10)
+    assert replicas.lock.acquire(timeout=5)
+    replicas.lock.release()
+    hangs.set()
+
+
+def test_a_server_that_never_takes_the_weights_ends_the_run(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_AWAY_SECONDS", 0.05)
+    servers, replicas = watched("http://a")
+
+    def renew(control: Control) -> bool:
+        raise Unreached("HTTP status 504")
+
+    servers.renew = renew  # type: ignore[method-assign]
+    servers.start("http://a")
+    with pytest.raises(Unreached, match="504; it was waited for"):
+        until(lambda: replicas.check() is not None)
+
+
 def test_a_server_that_was_started_anew_unseen_when_an_update_comes_is_told_again_what_is_sent(
     watched: Watched,
 ) -> None:
