@@ -79,7 +79,7 @@ def test_mlflow_shows_the_rollouts_and_changes_nothing(
         names = {span.span_id: span.name for span in trace.data.spans}
         [tool] = trace.search_spans(name="look up")
         assert names[tool.parent_id] == "lightning_rl.call"
-        assert tool.inputs == {"number": int(trace.info.tags["lightning_rl.group_id"].split("-")[-1])}
+        assert tool.inputs == {"number": int(trace.info.tags["lightning_rl.group_id"].split("-")[-1].split(".")[0])}
         call = trace.search_spans(name="lightning_rl.call")[0]
         assert names[call.parent_id] == "lightning_rl.rollout"
         assert call.inputs["text"].endswith("<|im_start|>assistant\n")
