@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from lightning_rl.inference.servers.errors import ServerEnded, ServerRefused, Unreached, WeightsRefused
@@ -148,7 +149,9 @@ class Replicas(Generic[C]):
                 forget(member.control)
                 order(member.control)
             member.given += 1
-            member.away = member.away and not self._has_weights(member)
+            if member.away:
+                with suppress(ServerRefused):  # which the watcher finds, too
+                    member.away = not self._has_weights(member)
         except Unreached as error:
             member.away = member.unfinished = True
             if member.server is not None:
