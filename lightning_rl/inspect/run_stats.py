@@ -221,10 +221,7 @@ def settings_of(config: Config) -> RunSettings:
 
 def _rows(metrics: Path) -> list[dict[str, float]]:
     """The lines of a metrics file, none where there is no file."""
-    try:
-        return jsonl.read(metrics) if metrics.is_file() else []
-    except msgspec.MsgspecError as error:
-        raise recorded.NotRecorded(f"{metrics.resolve()} cannot be read: {error}") from error
+    return jsonl.read(metrics) if metrics.is_file() else []
 
 
 def _look(connection: sa.Connection, evidence: Evidence) -> None:

@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 
 from lightning_rl.files import LOCK, finished, is_held
@@ -67,14 +66,9 @@ def _written(run_dir: Path) -> float:
 
 
 def metrics(run_dir: Path) -> list[dict[str, float]]:
-    """The lines of the run's metrics; a line that is not whole yet is left out. Raises NotRecorded."""
+    """The lines of the run's metrics; one that is not whole yet, or none of ours, is left out."""
     file = run_dir / METRICS
-    try:
-        return _read_metrics(file, _stamp(file)) if file.is_file() else []
-    except msgspec.MsgspecError as error:
-        raise NotRecorded(
-            f"{file.resolve()} cannot be read ({error}): it is no file of metrics, or was changed"
-        ) from error
+    return _read_metrics(file, _stamp(file)) if file.is_file() else []
 
 
 @lru_cache(_FILES)
