@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from lightning_rl.config import compose
 from lightning_rl.config.schema import FilterGroups
-from lightning_rl.ppo.collector import Collected, shuffled_batches, together, why_not, with_variance
+from lightning_rl.ppo.collector import Collected, Purpose, requests, shuffled_batches, together, why_not, with_variance
 from lightning_rl.ppo.off_policy.schedules import Async
 from lightning_rl.ppo.reporting import rollout_metrics
 from lightning_rl.store.contract import ErrorInfo
@@ -32,6 +32,13 @@ def test_a_group_is_stale_whose_oldest_token_is_older_than_the_bound(
 ) -> None:
     group = [sampled_by(6), sampled_by(*versions)]
     assert why_not(FilterGroups(), Async(1, 2), group, {"": now}) == reason
+
+
+def test_rollouts_and_groups_are_the_runs_own() -> None:
+    purpose = Purpose(name="train-0-3", mode="train", step=3, run="4f2a", resources_id="s")
+    asked = requests(compose(), purpose, [(7, {"question": "?"})], 2)
+    assert [one.rollout_id for one in asked] == ["train-0-3-7-0.4f2a", "train-0-3-7-1.4f2a"]
+    assert {one.group_id for one in asked} == {"train-0-3-7.4f2a"}
 
 
 def test_a_group_is_stale_where_it_is_to_one_of_several_policies() -> None:

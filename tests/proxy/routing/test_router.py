@@ -591,6 +591,10 @@ def test_an_engine_that_is_said_to_lack_the_weights_goes_on_with_its_own_and_get
         await router.check()
         assert away(router) == [None, None]
         assert missed.policy_version == 1
+        await router.pause(None)
+        missed.restart()
+        await router.resume(None, 1, outdated=["m 1"])  # of the same weights: it has lost them
+        assert [why is None for why in away(router)] == [True, False]
 
     run(work)
 

@@ -196,6 +196,31 @@ def test_an_update_does_not_wait_for_a_look_at_a_server_that_hangs(watched: Watc
     hangs.set()
 
 
+def test_a_look_that_fails_says_nothing_of_weights_that_came_meanwhile(watched: Watched) -> None:
+    servers, replicas = watched("http://a")
+    [member], ask = replicas.members, servers.ask
+    fails, asked = threading.Event(), threading.Event()
+
+    def hang(control: Control) -> str:
+        if threading.current_thread() is threading.main_thread():
+            return ask(control)
+        asked.set()
+        fails.wait(10)
+        servers.ask = ask  # type: ignore[method-assign]
+        raise Unreached("it was busy loading them")
+
+    servers.ask = hang  # type: ignore[method-assign]
+    assert asked.wait(10)
+    with replicas.lock:
+        servers.forget(member.control)
+        replicas.order(member, servers.give, servers.forget)
+    looks = servers.looks
+    fails.set()
+    until(lambda: servers.looks > looks + 2)
+    assert servers.told == []
+    assert not member.away
+
+
 def test_a_server_that_never_takes_the_weights_ends_the_run(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_AWAY_SECONDS", 0.05)
     servers, replicas = watched("http://a")
