@@ -8,18 +8,21 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
-from lightning_rl.config import ConfigError, to_yaml
+from lightning_rl.config import ConfigError, keys
 from lightning_rl.config.schema import Config
 from lightning_rl.rl.kl import AdaptiveKL, FixedKL
 from lightning_rl.training import checkpoint
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.token_account import TokenAccount
 
+_OF_UPDATES = ("actor_rollout_ref.actor.", "algorithm.", "critic.")  # keys that say what one makes of rollouts
 _OF_MEMORY = ("_offload", "_per_gpu", "use_torch_compile", "enable_gradient_checkpointing")  # ends of keys
 _log = logging.getLogger(__name__)
 
@@ -107,9 +110,15 @@ def changes_to_warn_of(config: Config, run_dir: Path, step: int) -> Iterator[str
                 f"data.{name}={now} (it was {had['data'][name]}) puts the tasks into another order: of the epoch in "
                 "which this run goes on some are trained twice, and some not at all"
             )
-    before, now = _of_updates(had), _of_updates(yaml.safe_load(to_yaml(config)))
+    before = OmegaConf.create(had)
+    of_updates = [key.name for key in keys(type(config)) if key.name.startswith(_OF_UPDATES)]
+    now = {name: attrgetter(name)(config) for name in of_updates if not name.endswith(_OF_MEMORY)}
     # None is chosen by the model, as it was before.
-    changed = [name for name, value in now.items() if value is not None and before.get(name, value) != value]
+    changed = [
+        name
+        for name, value in now.items()
+        if value is not None and OmegaConf.select(before, name, default=value) != value
+    ]
     done_before = max((int(file.stem) for file, _ in step_record.files(run_dir)), default=0)
     if changed and done_before > step:
         yield (
@@ -118,18 +127,6 @@ def changes_to_warn_of(config: Config, run_dir: Path, step: int) -> Iterator[str
             "other weights sampled them. To sample all anew begin a new run from the checkpoint "
             "(trainer.resume_mode=resume_path, trainer.resume_from_path)"
         )
-
-
-def _of_updates(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys that say what an update makes of rollouts."""
-    sections = {"actor_rollout_ref.actor": config["actor_rollout_ref"]["actor"]}
-    sections |= {name: config[name] for name in ("algorithm", "critic")}
-    return {name: value for name, value in _flat(sections).items() if not name.endswith(_OF_MEMORY)}
-
-
-def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
-    inner = {name: _flat(value) if isinstance(value, dict) else {"": value} for name, value in nested.items()}
-    return {f"{name}.{rest}".rstrip("."): value for name, part in inner.items() for rest, value in part.items()}
 
 
 def begin_from(source: Path, run_dir: Path) -> Path:

@@ -83,7 +83,7 @@ class SampledPolicy(Protocol[Asked]):
 
     def renew(self, control: Asked) -> bool:
         """Give a server that was started again the present weights, under `Replicas.lock`. False where they are in
-        training, so that the next update gives it what comes of them. Raises WeightsRefused or Unreached."""
+        training: it is asked again, until the next update is there. Raises WeightsRefused or Unreached."""
         ...
 
     def tell_outage(self, away: bool) -> None:
