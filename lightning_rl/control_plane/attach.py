@@ -9,7 +9,7 @@ import logging
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,10 +47,14 @@ class PolicyToServe(Served, Protocol):
 
 
 class Attachment:
-    """An attached run. `began_ns`: when it began, by the server's clock, since the epoch."""
+    """An attached run. `began_ns`: when it began, by the server's clock, since the epoch.
+
+    `unregistered`: engines that the server does not know yet.
+    """
 
     def __init__(self, store: HttpStore, run_id: str, began_ns: int, session: str | None = None) -> None:
         self.began_ns = began_ns
+        self.unregistered: list[dict[str, Any]] = []
         self._session = session
         self._store = store
         self._run_id = run_id
@@ -84,6 +88,21 @@ class Attachment:
         else:
             self._heard_at = time.monotonic()
         return not self.given_up
+
+    def register_missing(self, away: Collection[str]) -> None:
+        """Let the server use what is `unregistered`, where it is not at a URL in `away`, and the server reaches it."""
+        unregistered = []
+        for engine in self.unregistered:
+            try:
+                if engine.get("url") in away:
+                    raise Conflict("it does not have the present weights")
+                _register(self._store, engine)
+            except (Conflict, Invalid, Unreachable) as error:
+                unregistered.append(engine)
+                _log.info(
+                    "the server at %s does not use the engine at %s yet: %s", self._store.url, engine.get("url"), error
+                )
+        self.unregistered = unregistered
 
     def close(self) -> None:
         """Say no more that the run lives."""
@@ -129,18 +148,33 @@ def attached(
 
 
 def attach(
-    store: HttpStore, run_id: str, policy: PolicyToServe, *, lease_seconds: float, sessions: Sequence[str] = ()
+    store: HttpStore,
+    run_id: str,
+    policy: PolicyToServe,
+    *,
+    lease_seconds: float,
+    sessions: Sequence[str] = (),
+    away: Collection[str] | None = None,
 ) -> Attachment:
     """Attach the run with its engines to a server.
 
+    `away`: the run has been attached before, and the engines at these URLs do not have the present weights. They, and
+    those that the server does not reach, are left `unregistered` then, unless these are all. None: all must be there.
+
     Raises Conflict or Invalid where the server cannot use an engine, or has the run from another copy of its folder;
-    nothing is attached then.
+    Unreachable where it can use none now. Nothing is attached then.
     """
     began_ns = store.begin_run(run_id, policy.served_as or policy.model, lease_seconds, policy.more_models, sessions)
     attachment = Attachment(store, run_id, began_ns, sessions[-1] if sessions else None)
     try:
-        for engine in policy.engines:
-            _register(store, engine)
+        if away is None:
+            for engine in policy.engines:
+                _register(store, engine)
+        else:
+            attachment.unregistered = policy.engines
+            attachment.register_missing(away)
+            if policy.engines and len(attachment.unregistered) == len(policy.engines):
+                raise Unreachable(f"the server at {store.url} can use none of the run's engines now")
     except BaseException:
         attachment.detach()
         raise

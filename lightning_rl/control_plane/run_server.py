@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 class RunServer:
     """One of a run's servers. `gone`: its rollouts are asked for elsewhere, and it is asked nothing.
 
-    `poll` is the request for ended rollouts that is under way, of those in `polled`.
+    `poll` is the request for ended rollouts that is under way, of those in `polled`; `registering` that for engines.
     """
 
     def __init__(self, store: HttpStore, lease_seconds: float) -> None:
@@ -33,6 +33,8 @@ class RunServer:
         self.late_rewards: dict[tuple[str, str], Sequence[Reward]] = {}  # given while it was gone
         self.polled: set[str] = set()
         self.poll: Future[list[Rollout]] | None = None
+        self.registering: Future[None] | None = None
+        self._registered_at = -JOIN_SECONDS  # or tried
         self._joined_at = -JOIN_SECONDS  # or tried
         self._failures = 0
         self._attachment: Attachment | None = None
@@ -60,6 +62,16 @@ class RunServer:
         if not back or time.monotonic() - self._joined_at < JOIN_SECONDS:
             return False
         self._joined_at = time.monotonic()
+        return True
+
+    @property
+    def lacks_engines(self) -> bool:
+        """Whether it does not know all engines, and nobody tells it; said every few seconds."""
+        if self.gone or not self.attachment.unregistered or (self.registering and not self.registering.done()):
+            return False
+        if time.monotonic() - self._registered_at < JOIN_SECONDS:
+            return False
+        self._registered_at = time.monotonic()
         return True
 
     def answered(self) -> None:

@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as any_done
 from contextlib import contextmanager
@@ -64,7 +64,8 @@ class SeveralServers:
         self._rollouts: SpreadRollouts[RunServer] = SpreadRollouts()
         # What one that joins is told: resources by id, the version and the pause of a model, in the order they came.
         self._updates: dict[tuple[str, str | None], Callable[[HttpStore], Any]] = {}
-        self._attach: Callable[[RunServer], Attachment] | None = None
+        self._urls_away: dict[str | None, Callable[[], Sequence[str]]] = {}  # by model, of engines
+        self._attach: Callable[[RunServer, Collection[str] | None], Attachment] | None = None
 
     @property
     def urls(self) -> list[str]:
@@ -74,12 +75,12 @@ class SeveralServers:
     @contextmanager
     def attached(self, run_id: str, policy: PolicyToServe, sessions: Sequence[str] = ()) -> "Iterator[SeveralServers]":
         """The run with its engines at all servers, for as long as the block runs. Raises as `attach`."""
-        self._attach = lambda server: attach(
-            server.store, run_id, policy, lease_seconds=server.lease_seconds, sessions=sessions
+        self._attach = lambda server, away: attach(
+            server.store, run_id, policy, lease_seconds=server.lease_seconds, sessions=sessions, away=away
         )
         try:
             for server in self._servers:
-                server.attachment = self._attach(server)
+                server.attachment = self._attach(server, None)
             self.began_ns = max(server.attachment.began_ns for server in self._servers)
             yield self
         finally:
@@ -184,7 +185,11 @@ class SeveralServers:
         return self._together(pause)
 
     def resume(
-        self, model: str | None = None, policy_version: int | None = None, *, outdated: Sequence[str] = ()
+        self,
+        model: str | None = None,
+        policy_version: int | None = None,
+        *,
+        outdated: Callable[[], Sequence[str]] = tuple,
     ) -> dict[str, Any]:
         """See `RunStore`."""
         resume = functools.partial(HttpStore.resume, model=model, policy_version=policy_version, outdated=outdated)
@@ -193,6 +198,7 @@ class SeveralServers:
                 del self._updates[update]
             if policy_version is not None:
                 self._updates["version", model] = resume
+                self._urls_away[model] = outdated
         return self._together(resume)
 
     def state(self) -> dict[str, Any]:
@@ -260,6 +266,8 @@ class SeveralServers:
             for server in self._servers:
                 if server.to_be_joined:
                     self._join(server)
+                elif server.lacks_engines:
+                    server.registering = self._begun(server.attachment.register_missing, self._away())
                 requests = [] if server.gone else self._rollouts.to_ask(server)
                 if requests:
                     self._request(server, requests)
@@ -314,7 +322,7 @@ class SeveralServers:
     def _joined(self, server: RunServer) -> Attachment:
         """Attach the run to a server, and tell it what it missed."""
         assert self._attach is not None
-        attachment = self._attach(server)
+        attachment = self._attach(server, self._away())
         with self._lock:
             missed = [*self._updates.values()]
         try:
@@ -324,6 +332,11 @@ class SeveralServers:
             attachment.detach()
             raise
         return attachment
+
+    def _away(self) -> set[str]:
+        """The URLs of engines that do not have the present weights."""
+        with self._lock:
+            return {url for urls_away in self._urls_away.values() for url in urls_away()}
 
     # Requests
 

@@ -77,7 +77,7 @@ class WeightSync:
         with self._pausing:
             self._held = self._waiting = False
             policy = self._models.policy
-            outdated = policy.replicas.urls_away if isinstance(policy, VllmPolicy | SGLangPolicy) else ()
+            outdated = policy.replicas.urls_away if isinstance(policy, VllmPolicy | SGLangPolicy) else tuple
             self._store.resume(policy.name, version, outdated=outdated)
             self._settle()
 

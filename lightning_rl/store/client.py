@@ -8,7 +8,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, Self, TypeVar
 from urllib.parse import urlencode
@@ -337,11 +337,15 @@ class HttpStore:
         return self._call("POST", "/pause", body, dict[str, Any], deadline_seconds)
 
     def resume(
-        self, model: str | None = None, policy_version: int | None = None, *, outdated: Sequence[str] = ()
+        self,
+        model: str | None = None,
+        policy_version: int | None = None,
+        *,
+        outdated: Callable[[], Sequence[str]] = tuple,
     ) -> dict[str, Any]:
-        """Let parked requests go on, under `policy_version` where one is given; engines at the URLs in `outdated` do
-        not have these weights, and take no calls until they have."""
-        body = {"model": model, "policy_version": policy_version, "outdated": list(outdated)}
+        """Let parked requests go on, under `policy_version` where one is given; engines at the URLs that
+        `outdated` gives do not have these weights, and take no calls until they have."""
+        body = {"model": model, "policy_version": policy_version, "outdated": list(outdated())}
         return self._call("POST", "/resume", body, dict[str, Any])
 
     def state(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ At several servers a rollout may have two records: its server was gone, and it w
 which counts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from lightning_rl.store.contract import Resources, Reward, Rollout, RolloutDetail, RolloutRequest, RolloutTrace
@@ -59,10 +59,15 @@ class RunStore(Protocol):
         ...
 
     def resume(
-        self, model: str | None = None, policy_version: int | None = None, *, outdated: Sequence[str] = ()
+        self,
+        model: str | None = None,
+        policy_version: int | None = None,
+        *,
+        outdated: Callable[[], Sequence[str]] = tuple,
     ) -> dict[str, Any]:
-        """Let parked requests go on, under `policy_version` where one is given; engines at the URLs in `outdated` do
-        not have these weights, and take no calls until they have. The state on return."""
+        """Let parked requests go on, under `policy_version` where one is given; engines at the URLs that
+        `outdated` gives do not have these weights, and take no calls until they have. It is asked again when a server
+        is told later. The state on return."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ _RESTARTS = 3  # of one server; what ends it more often will not go away by itse
 WATCH_SECONDS = 0.5  # an agent's call that failed comes again after a second, and must find the others waiting
 _MISSED_SECONDS = 2.0  # so long an update still tries a server that was missed: one look may fail of one that is well
 _AWAY_SECONDS = 600.0  # that it may take to come back: the start of a server with a large model takes minutes
+_REFUSED_SECONDS = 10.0  # between two tries to give weights to a server that refused them
 _log = logging.getLogger(__name__)
 
 
@@ -56,9 +57,9 @@ class OwnServer(Protocol):
 class Member(Generic[C]):
     """A server, ours or (`server` None) somebody else's; one that is `away` has ended, or not taken its weights yet.
 
-    `unfinished`: it did not answer while it was given weights, so what it says of them is not to be believed. `given`
-    counts the times that it took weights. `silent_since` is when one that is not ours first did not answer, by
-    `time.monotonic`; None: it answers.
+    `unfinished`: it did not answer while it was given weights, so what it says of them is not to be believed.
+    `refused`: it is not ours, and did not take them. `given` counts the times that it took weights. `silent_since` is
+    when one that is not ours first did not answer, by `time.monotonic`; None: it answers.
     """
 
     def __init__(self, control: C, server: OwnServer | None = None) -> None:
@@ -66,6 +67,7 @@ class Member(Generic[C]):
         self.control = control
         self.away = False
         self.unfinished = False
+        self.refused = False
         self.given = 0
         self.restarts = 0
         self.silent_since: float | None = None
@@ -100,26 +102,30 @@ class Replicas(Generic[C]):
         self.lock = threading.Lock()  # of the present weights, and of who has them
         self.over = threading.Event()
         self._failed: Exception | None = None
+        self._telling = threading.Lock()  # of whether there is an outage
         self._outage = False
-        self._watcher = threading.Thread(target=self._watch, name="the servers' watcher", daemon=True)
+        self._watchers = [  # one that hangs keeps no other from being looked at
+            threading.Thread(target=self._watch, args=[member], name=f"watcher of {member.control.url}", daemon=True)
+            for member in members
+        ]
 
     def start(self) -> None:
         """Start the servers that are ours, which want weights then; once. Raises what their `wait` does."""
-        if self._watcher.ident is not None:
+        if any(watcher.ident is not None for watcher in self._watchers):
             return
         own = self._own()
         for server in own:
             server.start()
         for server in own:
             server.wait()
-        self._watcher.start()
+        for watcher in self._watchers:
+            watcher.start()
 
     def check(self) -> None:
         """Raise what ended a server for good, when something has."""
         if self._failed is not None:
             raise self._failed
 
-    @property
     def urls_away(self) -> list[str]:
         """Of the servers that have ended, or not taken the present weights yet."""
         return [member.control.url for member in self.members if member.away]
@@ -173,11 +179,7 @@ class Replicas(Generic[C]):
         while all(member.away for member in self.members):
             self.check()
             self.over.wait(WATCH_SECONDS)
-        self._recovered()
-
-    def _recovered(self) -> None:
-        if self._outage and any(not member.away for member in self.members):
-            self._tell_outage(False)
+        self._tell_outage()
 
     def close(self) -> None:
         """Stop the servers that are ours."""
@@ -187,32 +189,33 @@ class Replicas(Generic[C]):
             server.ask_to_stop()
         for server in own:
             server.stop()
-        if self._watcher.is_alive():
-            self._watcher.join()
-            for server in own:  # one may have been started again in between
-                server.stop()
+        for watcher in self._watchers:
+            if watcher.is_alive():
+                watcher.join()
+        for server in own:  # one may have been started again in between
+            server.stop()
         for member in self.members:
             member.control.close()
 
     def _own(self) -> list[OwnServer]:
         return [member.server for member in self.members if member.server is not None]
 
-    # The watcher's thread.
+    # The watchers' threads.
 
-    def _watch(self) -> None:
-        """Start again what has ended, and look at what others start again; what prevents that, whatever it is, is for
-        `check` to raise."""
+    def _watch(self, member: Member[C]) -> None:
+        """Start a server again that has ended, or see that somebody else did; what prevents that, whatever it is, is
+        for `check` to raise."""
         while not self.over.wait(WATCH_SECONDS):
-            for member in self.members:
-                try:
-                    if member.server is None:
-                        self._look_at(member)
-                    elif not member.server.runs:
-                        self._revive(member, member.server)
-                except Exception as error:  # noqa: BLE001  # a full disk, say
-                    if not self.over.is_set():
-                        self._failed = error
-                    return
+            try:
+                if member.server is None:
+                    self._look_at(member)
+                else:
+                    self._keep_running(member, member.server)
+                self._tell_outage()
+            except Exception as error:  # noqa: BLE001  # a full disk, say
+                if not self.over.is_set():
+                    self._failed = error
+                return
 
     def _look_at(self, member: Member[C]) -> None:
         """Ask a server that is not ours whether it has the present weights; one that was started anew is given them."""
@@ -230,11 +233,17 @@ class Replicas(Generic[C]):
                         _log.warning("%s has the present weights", member)
                     elif member.away:
                         _log.warning("%s answers again", member)
-                    member.away = False
+                    member.away = member.refused = False
+        except WeightsRefused as error:
+            member.refused = True
+            if all(each.refused for each in self.members):
+                raise
+            _log.warning("%s takes no calls, and is given the present weights again: %s", member, error)
+            self.over.wait(_REFUSED_SECONDS)
         except (Unreached, ServerRefused) as error:
             if member.given != given:  # it has taken weights meanwhile
                 return
-            now = time.monotonic()
+            now, member.refused = time.monotonic(), False
             member.silent_since = member.silent_since or now
             if now - member.silent_since > _AWAY_SECONDS and all(each.away for each in self.members):
                 raise _gone(error) from error
@@ -247,7 +256,6 @@ class Replicas(Generic[C]):
             self._lose(member)
         else:
             member.silent_since = None
-            self._recovered()
 
     def _has_weights(self, member: Member[C]) -> bool:
         return all(policy.has_weights(member.control) for policy in self.policies) and not member.unfinished
@@ -259,35 +267,37 @@ class Replicas(Generic[C]):
         return all(given)
 
     def _lose(self, member: Member[C]) -> None:
-        """A server is away: calls wait, where no other one is left. That is told as often as it is seen."""
+        """A server is away: calls wait, where no other one is left."""
         member.away = True
-        if all(each.away for each in self.members):
-            self._tell_outage(True)
+        self._tell_outage()
 
-    def _revive(self, member: Member[C], server: OwnServer) -> None:
+    def _keep_running(self, member: Member[C], server: OwnServer) -> None:
+        if not server.runs:
+            self._start_again(member, server)
+        if member.away and not self.over.is_set():
+            with self.lock:  # an update meanwhile is not missed
+                try:
+                    member.away = not self._renew(member)
+                except Unreached:
+                    server.stop()
+
+    def _start_again(self, member: Member[C], server: OwnServer) -> None:
         why, member.restarts = server.why(), member.restarts + 1
         if member.restarts > _RESTARTS:
             raise ServerEnded(f"it ended {member.restarts} times; the last time: {why}")
         _log.warning("%s\nit is started again (%d of %d times)", why, member.restarts, _RESTARTS)
         self._lose(member)
-        if self.over.is_set():
-            return
-        server.start()
-        server.wait()
-        with self.lock:  # an update meanwhile is not missed
-            try:
-                given = self._renew(member)
-            except Unreached:
-                server.stop()
-                return
-            member.away = False
-        if given:
-            self._recovered()
+        if not self.over.is_set():
+            server.start()
+            server.wait()
 
-    def _tell_outage(self, away: bool) -> None:
-        self._outage = away
-        for policy in self.policies:
-            policy.tell_outage(away)
+    def _tell_outage(self) -> None:
+        """Tell whether all servers are away: that they are as often as it is seen, that one is back once."""
+        with self._telling:
+            former, self._outage = self._outage, all(member.away for member in self.members)
+            if self._outage or former:
+                for policy in self.policies:
+                    policy.tell_outage(self._outage)
 
 
 def _gone(error: Exception) -> Unreached:

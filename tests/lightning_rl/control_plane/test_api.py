@@ -592,7 +592,7 @@ def test_the_gateway_is_told_which_engines_lack_the_weights_by_its_own_names(ser
     urls = ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     for url in urls:
         served.call("POST", "/api/v1/engines", {"model": "m", "kind": "vllm", "url": url})
-    served.client().resume("m", 4, outdated=[urls[1], "http://127.0.0.1:3"])
+    served.client().resume("m", 4, outdated=lambda: [urls[1], "http://127.0.0.1:3"])
     assert served.gateway.asked[-1] == ("resume", "m", 4, "m 1")
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 
@@ -28,6 +29,8 @@ from lightning_rl.store.run_store import RunStore
 from lightning_rl.viewer.source import ServerSource, ServerSources
 from tests.lightning_rl.control_plane.test_process import TOKENIZER
 from tests.lightning_rl.control_plane.test_several_gateways import engine
+from tests.proxy.engines.sglang_stand_in import StandIn
+from tests.proxy.engines.vllm_stand_in import serving
 
 LEASE = 1.0
 MODEL = "policy-x"
@@ -252,6 +255,36 @@ def test_a_server_that_was_started_anew_in_time_goes_on_with_its_own(servers: li
         assert names(play(two)) == set(run.ids("b0", "b1"))
         assert names(play(one)) == set(run.ids("a0", "a1"))
         wait_for(store, run.ids("a0", "a1", "b0", "b1"))
+
+
+@pytest.mark.long
+def test_a_server_that_is_joined_again_is_told_of_an_engine_that_is_away_when_it_is_back(
+    servers: list[Server], run: Run
+) -> None:
+    one, _ = servers
+    with ExitStack() as well, ExitStack() as first, ExitStack() as again:
+        apps = [StandIn(), StandIn(), StandIn()]
+        urls = [well.enter_context(serving(apps[0].app)), first.enter_context(serving(apps[1].app))]
+        engines: list[Any] = [{"model": MODEL, "kind": "sglang", "url": url, "policy_version": 0} for url in urls]
+        run.policy = msgspec.structs.replace(run.policy, engines=engines)
+        away = urls[1:]
+        with run.at([one], lease_seconds=60) as store:
+            apps[0].weight_version = "1"
+            store.resume(MODEL, 1, outdated=lambda: away)
+
+            def known() -> list[tuple[str, int, bool]]:
+                infos = [info for info in one.store.engines() if info["model"] == MODEL]
+                return [(info["url"], info["policy_version"], info["away"] is None) for info in infos]
+
+            one.store.end_run(run.run_id)  # as when it was started anew
+            until(store, lambda: known() == [(urls[0], 1, True)])  # the other one answers, without the weights
+            first.close()
+            one.store.end_run(run.run_id)
+            away = []
+            until(store, lambda: known() == [(urls[0], 1, True)])  # the other one was not missed yet
+            again.enter_context(serving(apps[2].app, int(urls[1].rpartition(":")[2])))
+            apps[2].weight_version = "1"  # it was given them
+            until(store, lambda: known() == [(url, 1, True) for url in urls])
 
 
 @pytest.mark.long

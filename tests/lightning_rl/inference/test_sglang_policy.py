@@ -118,10 +118,10 @@ def test_an_update_leaves_out_a_server_that_is_away_which_is_given_the_weights_w
         with torch.no_grad():
             made.model.model.norm.weight.add_(0.1)
         made.update_weights(made.model, 1)
-        assert made.replicas.urls_away == [made.registrations()[1]["url"]]
+        assert made.replicas.urls_away() == [made.registrations()[1]["url"]]
         assert there.weight_version == "1"
         away.start_anew()
-        until(lambda: not made.replicas.urls_away)
+        until(lambda: not made.replicas.urls_away())
         assert away.weight_version == "1"
         assert torch.equal(away.model.model.norm.weight, made.model.model.norm.weight)
         assert away.orders[-1][1]["abort_all_requests"]  # nobody has paused it

@@ -1,6 +1,6 @@
 """New weights come while calls wait at the gateway, and calls wait no longer than the engine is away."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,8 +24,8 @@ class Told:
         assert lease_seconds > 60
         self.told.append(("pause", model, mode))
 
-    def resume(self, model: str, version: int | None = None, *, outdated: Sequence[str] = ()) -> None:
-        self.told.append(("resume", model, version, *outdated))
+    def resume(self, model: str, version: int | None = None, *, outdated: Callable[[], Sequence[str]] = tuple) -> None:
+        self.told.append(("resume", model, version, *outdated()))
 
     def send_weights(self, version: int) -> None:
         self.told.append(("weights", version))

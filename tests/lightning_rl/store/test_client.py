@@ -163,5 +163,5 @@ def test_a_late_reward_that_is_refused_is_raised(server: Scripted) -> None:
 
 def test_the_version_of_new_weights_is_told_where_calls_go_on(server: Scripted) -> None:
     server.answers = [(200, {})]
-    HttpStore(server.url, "key").resume("m", 7, outdated=["http://a"])
+    HttpStore(server.url, "key").resume("m", 7, outdated=lambda: ["http://a"])
     assert server.bodies == [{"model": "m", "policy_version": 7, "outdated": ["http://a"]}]

@@ -65,14 +65,14 @@ def told(mode: str, temperature: float) -> dict[int, float]:
 
 
 @contextmanager
-def serving(app: web.Application) -> Iterator[str]:
+def serving(app: web.Application, port: int = 0) -> Iterator[str]:
     """The URL of an application that listens, from a thread of its own."""
     loop = asyncio.new_event_loop()
     runner = web.AppRunner(app)
 
     async def start() -> str:
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", port).start()
         return f"http://127.0.0.1:{runner.addresses[0][1]}"
 
     url = loop.run_until_complete(start())

@@ -71,6 +71,7 @@ class Servers:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WATCH_SECONDS", 0.001)
+    monkeypatch.setattr(module, "_REFUSED_SECONDS", 0.001)
 
 
 Watched = Callable[..., tuple[Servers, Replicas]]
@@ -174,7 +175,7 @@ def test_an_update_tries_a_server_that_was_missed_just_now(watched: Watched) -> 
         for member in replicas.members:
             servers.forget(member.control)
             replicas.order(member, servers.give, servers.forget)
-        assert not replicas.urls_away
+        assert not replicas.urls_away()
     assert "renew http://b" not in servers.told
 
 
@@ -232,6 +233,47 @@ def test_a_server_that_never_takes_the_weights_ends_the_run(watched: Watched, mo
     servers.start("http://a")
     with pytest.raises(Unreached, match="504; it was waited for"):
         until(lambda: replicas.check() is not None)
+
+
+def test_weights_that_one_server_refuses_when_it_was_started_anew_end_no_run_that_has_another(watched: Watched) -> None:
+    servers, replicas = watched("http://a", "http://b")
+    renew = servers.renew
+
+    def refuse(control: Control) -> bool:
+        servers.told.append(f"renew {control.url}")
+        raise WeightsRefused("it was started with other flags")
+
+    servers.renew = refuse  # type: ignore[method-assign]
+    servers.start("http://b")
+    until(lambda: servers.told.count("renew http://b") > 2)
+    replicas.check()
+    assert replicas.urls_away() == ["http://b"]
+    servers.renew = renew  # type: ignore[method-assign]  # it is started once more
+    until(lambda: not replicas.urls_away())
+    assert servers.weights["http://b"] == GIVEN
+
+    servers.renew = refuse  # type: ignore[method-assign]
+    for url in ("http://a", "http://b"):
+        servers.start(url)
+    with pytest.raises(WeightsRefused, match="other flags"):
+        until(lambda: replicas.check() is not None)
+
+
+def test_while_one_server_hangs_the_end_of_another_is_seen(watched: Watched) -> None:
+    servers, replicas = watched("http://a", "http://b", "http://c")
+    ask, hangs, asked = servers.ask, threading.Event(), threading.Event()
+
+    def hang(control: Control) -> str:
+        if control.url == "http://a":
+            asked.set()
+            hangs.wait(10)
+        return ask(control)
+
+    servers.ask = hang  # type: ignore[method-assign]
+    assert asked.wait(10)
+    servers.end("http://c")
+    until(lambda: replicas.urls_away() == ["http://c"])
+    hangs.set()
 
 
 def test_a_server_that_was_started_anew_unseen_when_an_update_comes_is_told_again_what_is_sent(

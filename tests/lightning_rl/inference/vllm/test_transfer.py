@@ -196,10 +196,10 @@ def test_all_servers_take_the_first_weights_and_one_that_is_back_later_samples_n
     transfer.give = give
     policy._prove = lambda *_: None  # type: ignore[method-assign]
     policy.update_weights(model, 1)
-    assert policy.replicas.urls_away == []
+    assert policy.replicas.urls_away() == []
     there.remove(urls[1])
     policy.update_weights(model, 2)
-    assert policy.replicas.urls_away == urls[1:]
+    assert policy.replicas.urls_away() == urls[1:]
     there.add(urls[1])
     asked.clear()
     last._order = lambda path, body=None: asked.append(path)
