@@ -31,7 +31,7 @@ def make_run_dir(run_dir: Path) -> None:
     """Make the run folder where it is not there. Raises RunFolderUnusable."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / LOCK).touch()
+        (run_dir / LOCK).touch(mode=0o600)  # whoever may write it may hold the folder
     except OSError as error:
         raise RunFolderUnusable(
             f"the run folder {run_dir} cannot be made or written to ({error.strerror}: {error.filename}): name another"

@@ -245,7 +245,7 @@ class Replicas(Generic[C]):
                 return
             now, member.refused = time.monotonic(), False
             member.silent_since = member.silent_since or now
-            if now - member.silent_since > _AWAY_SECONDS and all(each.away for each in self.members):
+            if all(each.away and now - (each.silent_since or now) > _AWAY_SECONDS for each in self.members):
                 raise _gone(error) from error
             if renewing:
                 _log.warning("%s has not taken the present weights, and is given them again: %s", member, error)

@@ -315,6 +315,21 @@ def test_a_server_that_stays_away_ends_no_run_that_has_another(
     replicas.check()
 
 
+def test_a_server_that_is_missed_while_another_has_been_away_for_long_ends_no_run(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_AWAY_SECONDS", 5.0)
+    servers, replicas = watched("http://a", "http://b")
+    servers.end("http://b")
+    until(lambda: replicas.members[1].away)
+    replicas.members[1].silent_since = -1e9
+    servers.end("http://a")
+    until(lambda: replicas.members[0].away)
+    looks = servers.looks
+    until(lambda: servers.looks > looks + 10)
+    replicas.check()
+
+
 def until(holds: Callable[[], bool]) -> None:
     for _ in range(10_000):
         if holds():
