@@ -10,7 +10,7 @@ from fastapi.responses import PlainTextResponse
 from lightning_rl.control_plane import metrics, otlp, readiness
 from lightning_rl.control_plane.api import ROUTES, document, page
 from lightning_rl.control_plane.routes.route import ApiRoute, encoded, error_response
-from lightning_rl.control_plane.routes.services import Server
+from lightning_rl.control_plane.routes.services import Server, address_of
 
 PATHS = ("/healthz", "/readyz", "/metrics", "/openapi.json", "/docs")
 router = APIRouter(tags=["operations"], route_class=ApiRoute)
@@ -46,10 +46,11 @@ async def get_readiness(server: Server, request: Request) -> Response:
 async def get_metrics(server: Server, request: Request) -> Response:
     """What the server counts, as Prometheus reads it."""
     if server.keys.role(request.headers.get("authorization", "")) != "admin":
+        server.refused_keys.add("GET /metrics", address_of(request))
         return error_response(401, "unauthorized", "send the admin key as Authorization: Bearer")
     state = server.gateway.state() | {"claims_held_back": server.signals.held_back}
     counts = await server.sql.run(server.store.counts)
-    text = metrics.page(state, counts, [*server.gateway.timings, *server.collectors])
+    text = metrics.page(state, counts, [*server.gateway.timings, server.refused_keys.counter, *server.collectors])
     return Response(text, media_type=metrics.CONTENT_TYPE)
 
 

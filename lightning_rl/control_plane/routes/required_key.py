@@ -9,7 +9,7 @@ from fastapi.security.base import SecurityBase
 from lightning_rl.control_plane.gateways.cluster_rpc import ASKED
 from lightning_rl.control_plane.routes.auth import Role
 from lightning_rl.control_plane.routes.route import Refused
-from lightning_rl.control_plane.routes.services import services
+from lightning_rl.control_plane.routes.services import address_of, services
 from lightning_rl_proxy.http.keys import KeyRefused, verify_attempt_key
 
 
@@ -23,7 +23,10 @@ class RoleKey(SecurityBase):
 
     async def __call__(self, request: Request) -> Role:
         """Whose key it is. Raises Refused."""
-        role = (await services(request)).keys.role(request.headers.get("authorization", ""))
+        server = await services(request)
+        role = server.keys.role(request.headers.get("authorization", ""))
+        if role not in ("admin", self.needed):
+            server.refused_keys.add(f"{request.method} {request.url.path}", address_of(request))
         if role is None:
             raise Refused(401, "unauthorized", "send an admin or a runner key as Authorization: Bearer")
         if role not in ("admin", self.needed):

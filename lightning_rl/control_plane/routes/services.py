@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from fastapi import Depends, Request
@@ -14,7 +14,7 @@ from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, Pau
 from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl.control_plane.gateways.runs import Runs
 from lightning_rl.control_plane.gateways.server_info import ServerInfo
-from lightning_rl.control_plane.routes.auth import Keys
+from lightning_rl.control_plane.routes.auth import Keys, RefusedKeys
 from lightning_rl.control_plane.routes.claims import Claims
 from lightning_rl.store.contract import Overdue, Rollout
 from lightning_rl.store.life_cycle import ENDED
@@ -45,6 +45,7 @@ class Services:
     limits: RequestLimits
     collectors: Sequence[Collector]
     started: asyncio.Event
+    refused_keys: RefusedKeys = field(default_factory=RefusedKeys)
 
     def notify(self, moved: Iterable[Rollout]) -> None:
         """Wake those who wait for what these rollouts became."""
@@ -58,6 +59,11 @@ async def services(request: Request) -> Services:
     """The parts of the server that was asked."""
     parts: Services = request.app.state.services
     return parts
+
+
+def address_of(request: Request) -> str:
+    """Where a request came from."""
+    return request.client.host if request.client else "an unknown address"
 
 
 Server = Annotated[Services, Depends(services)]

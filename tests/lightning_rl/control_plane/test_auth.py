@@ -26,7 +26,7 @@ from lightning_rl.control_plane.gateways.cluster_rpc import ASKED
 from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.control_plane.process import ServerSettings
-from lightning_rl.control_plane.routes.auth import Keys
+from lightning_rl.control_plane.routes.auth import Keys, RefusedKeys
 from lightning_rl.control_plane.routes.required_key import OwnKey, PeerKey, RoleKey
 from lightning_rl.control_plane.routes.route import Refused
 from lightning_rl.runner import launch as runners
@@ -229,6 +229,7 @@ def asked_with(key: str, **headers: str) -> Any:
     services = SimpleNamespace(
         keys=Keys(admin="admin", runner="runner", peer="peer"),
         store=SimpleNamespace(secret=b"secret"),
+        refused_keys=RefusedKeys(),
         together=together,
     )
     return SimpleNamespace(
@@ -237,6 +238,7 @@ def asked_with(key: str, **headers: str) -> Any:
         path_params={"rollout_id": "r", "attempt_id": "a"},
         method="POST",
         url=SimpleNamespace(path="/x"),
+        client=None,
     )
 
 

@@ -1,5 +1,6 @@
 """What an operator asks of a running server: whether it can work, and how much of what there is."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,29 @@ def test_metrics_are_what_prometheus_reads_and_true(served) -> None:
     assert [found[f"lightning_rl_engine_calls_in_flight m {i}"] for i in (0, 1)] == [4, 0]
     assert [found[f"lightning_rl_engine_policy_version m {i}"] for i in (0, 1)] == [3, 2]
     assert found["process_resident_memory_bytes"] > 1e6
+
+
+def test_a_refused_key_is_counted_and_told_of_with_the_address(served, caplog) -> None:
+    before = read(scrape(served).data.decode())["lightning_rl_keys_refused_total"]
+    for key in ("nonsense", "runner"):
+        served.call("GET", "/api/v1/state", key=key)
+    assert read(scrape(served).data.decode())["lightning_rl_keys_refused_total"] == before + 2
+    assert "GET /api/v1/state from 127.0.0.1 was refused: it has not the key that it needs" in caplog.text
+    assert caplog.text.count("was refused") == 1  # who tries many fills no log
+
+
+def test_the_page_of_metrics_names_what_a_server_counts(served) -> None:
+    page = Path("docs/metrics.md").read_text().partition("## What a server counts")[2]
+    named = set(re.findall(r"`(lightning_rl_[a-z_]+)", page))
+    families = {each.name for each in text_string_to_metric_families(scrape(served).data.decode())}
+    counted = {name for name in families if name.startswith("lightning_rl_") and not name.endswith("_created")}
+    of_others = {
+        "lightning_rl_call_seconds",
+        "lightning_rl_otlp_sent",
+        "lightning_rl_otlp_dropped",
+        "lightning_rl_otlp_waiting",
+    }
+    assert {name.removesuffix("_total") for name in named} == counted | of_others
 
 
 @pytest.mark.parametrize("key", [None, "runner", "nonsense"])
