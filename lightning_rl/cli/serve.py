@@ -391,7 +391,7 @@ def _log_to(path: Path) -> None:
     for handler in logging.getLogger().handlers:
         handler.setLevel(logging.WARNING)
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600))
-    logs.begin(logging.FileHandler(path))
+    logs.begin(logs.LogFile(path))
 
 
 def _tell(settings: "ServerSettings", url: str, *, made_key: bool) -> None:

@@ -6,6 +6,7 @@ Facts are what tells one rollout, attempt or call from another; a fact with a bl
 import json
 import logging
 import os
+import sys
 import time
 
 LEVEL_VARIABLE = "LIGHTNING_RL_LOG_LEVEL"  # DEBUG: a line for every call
@@ -26,6 +27,26 @@ class Formatter(logging.Formatter):
         facts = getattr(record, "facts", {})
         parts = (f" {name}={_quoted(value)}" for name, value in facts.items() if value is not None)
         return super().formatMessage(record) + "".join(parts)
+
+
+class LogFile(logging.FileHandler):
+    """A log file. That it cannot be written, on a full disk say, is told once on stderr until it can be again, where
+    `logging` prints a traceback for every line."""
+
+    _error: OSError | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        former, self._error = self._error, None
+        super().emit(record)
+        if self._error is not None and former is None:
+            print(f"{self.baseFilename} cannot be written: {self._error}", file=sys.stderr)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._error = error
+        else:
+            super().handleError(record)
 
 
 def begin(handler: logging.Handler) -> None:
