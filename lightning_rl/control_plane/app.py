@@ -23,6 +23,7 @@ from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, Pau
 from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.control_plane.gateways.notifications import Notifications
 from lightning_rl.control_plane.gateways.runs import Runs
+from lightning_rl.control_plane.gateways.runs_elsewhere import RunsElsewhere
 from lightning_rl.control_plane.gateways.server_info import ServerInfo
 from lightning_rl.control_plane.limits import Bounded
 from lightning_rl.control_plane.routes.auth import Keys
@@ -95,9 +96,11 @@ def create_app(
     engines = Engines(attach_engine, gateway)
     signals, pauses = Notifications(), Pauses(gateway, engines)
     together = Alone(gateway, pauses, engines)
-    if fleet is not None:
-        together = Peers(gateway, pauses, engines, fleet, store.secret)
     sweeper = Sweeper(store, sql, gateway, pauses, signals, seconds=sweep_seconds, fleet=fleet)
+    elsewhere = None
+    if fleet is not None:
+        together = peers = Peers(gateway, pauses, engines, fleet, store.secret)
+        elsewhere = RunsElsewhere(store, sql, pauses, peers, fleet, end=sweeper.end)
     server = Services(
         store=store,
         sql=sql,
@@ -123,7 +126,7 @@ def create_app(
         collectors=collectors,
         started=asyncio.Event(),
     )
-    life = _Life(server, sweeper, fleet)
+    life = _Life(server, sweeper, fleet, elsewhere)
     control_plane = FastAPI(
         routes=[*otlp.router.routes, *ROUTES, *operations.router.routes],
         middleware=[Middleware(Bounded, limits=limits)],
@@ -139,8 +142,11 @@ def create_app(
 class _Life:
     """How a server starts and stops."""
 
-    def __init__(self, server: Services, sweeper: Sweeper, fleet: Membership | None) -> None:
+    def __init__(
+        self, server: Services, sweeper: Sweeper, fleet: Membership | None, elsewhere: RunsElsewhere | None
+    ) -> None:
         self._server = server
+        self._elsewhere = elsewhere
         self._sweeper = sweeper
         self._fleet = fleet
         self._tasks: list[asyncio.Task[None]] = []
@@ -156,6 +162,8 @@ class _Life:
             raise
         self._tasks.append(asyncio.create_task(self._sweeper.run()))
         self._tasks.append(asyncio.create_task(self._server.runs.watch()))
+        if self._elsewhere is not None:
+            self._tasks.append(asyncio.create_task(self._elsewhere.watch()))
         self._server.started.set()
         try:
             yield

@@ -116,6 +116,12 @@ class Gateways:
         return {row.attempt_id for row in rows}
 
 
+def lives(connection: sa.Connection, gateway_id: str, now: float) -> bool:
+    """Whether the lease of a gateway may hold, by some server's clock."""
+    expires_at = connection.scalar(sa.select(_GATEWAYS.lease_expires_at).where(_GATEWAYS.gateway_id == gateway_id))
+    return expires_at is not None and now <= expires_at + APART_SECONDS
+
+
 def place(
     database: Database, connection: sa.Connection, attempts: Sequence[tuple[str, str]], now: float
 ) -> dict[str, str]:

@@ -62,13 +62,13 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Attached:
-    """A run that is attached; `heard_at` is by the loop's clock. `before`: it was so to the server before this one, and
-    is to attach again."""
+    """A run that is attached; `heard_at`, and `confirmed_at` by the store, are by the loop's clock. `before`: it was so
+    to the server before this one, and is to attach again."""
 
     def __init__(self, request: RunRequest, *, before: bool = False) -> None:
         self.request = request
         self.before = before
-        self.heard_at = asyncio.get_running_loop().time()
+        self.heard_at = self.confirmed_at = asyncio.get_running_loop().time()
         self.pauses: dict[str, PauseRequest] = {}  # by model, made since its trainer is silent
 
     def silent_seconds(self) -> float:
@@ -109,7 +109,7 @@ class Runs:
         """Before anything is handed out: what is queued of the runs that were attached to the server before waits."""
         remembered = await self._sql.run(self._store.remembered_runs, self._together.gateway_id)
         for run_id, request in remembered.items():
-            await self._sql.run(self._store.shelve, run_id)
+            await self._shelve(run_id)
             self._attached[run_id] = _Attached(msgspec.json.decode(request, type=RunRequest), before=True)
 
     async def begin(self, run_id: str, request: RunRequest) -> RunInfo:
@@ -170,14 +170,18 @@ class Runs:
     async def _look(self, run_id: str, run: _Attached) -> None:
         request = run.request
         remaining = request.lease_seconds - run.silent_seconds()
-        if (remaining <= 0 or run.before) and not await self._is_remembered(run_id):
-            self._drop(run_id, run)  # it is attached to another gateway since
-        elif remaining <= 0:
+        if remaining <= 0 or run.before or run.confirmed_at < self._together.heard_since:
+            asked_at = asyncio.get_running_loop().time()
+            if not await self._is_remembered(run_id):
+                self._drop(run_id, run)  # another gateway has it, or has given it up while this one was not heard of
+                return
+            run.confirmed_at = asked_at
+        if remaining <= 0:
             ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
             await self._clear(run_id, request.models, run)
             self._drop(run_id, run)
         elif run.before:
-            await self._sql.run(self._store.shelve, run_id)  # what is queued again, its runner is gone
+            await self._shelve(run_id)  # what is queued again, its runner is gone
         elif run.silent_seconds() > _SILENT_SECONDS:
             for model in request.models:
                 if model not in run.pauses and await self._is_deserted(model):
@@ -185,6 +189,10 @@ class Runs:
 
     async def _is_remembered(self, run_id: str) -> bool:
         return run_id in await self._sql.run(self._store.remembered_runs, self._together.gateway_id)
+
+    async def _shelve(self, run_id: str) -> bool:
+        """Shelve a run that was attached here, unless it is attached to another gateway since; whether it was not."""
+        return await self._sql.run(self._store.shelve, run_id, attached_at=self._together.gateway_id)
 
     def _drop(self, run_id: str, run: _Attached) -> None:
         if self._attached.get(run_id) is run:
@@ -210,14 +218,18 @@ class Runs:
     async def _clear(self, run_id: str, models: Sequence[str], silent: _Attached | None = None) -> None:
         """End what a run has here; of one that was `silent` unless it has begun anew meanwhile."""
         async with self._clearing:
-            if silent is not None and self._attached.get(run_id) is not silent:
+            if silent is None:
+                await self._sql.run(self._store.shelve, run_id)
+            elif self._attached.get(run_id) is not silent or not await self._shelve(run_id):
                 return
-            await self._sql.run(self._store.shelve, run_id)
             running = await self._sql.run(self._store.running, why="session", run_id=run_id)
             for attempt in running:
                 await self._together.seal(attempt.rollout_id, attempt.attempt_id)
             await self._end(running)
-            await self._sql.run(self._store.shelve, run_id)  # what that has queued again
+            if silent is None:
+                await self._sql.run(self._store.shelve, run_id)  # what that has queued again
+            elif not await self._shelve(run_id):
+                return
             others = [run for name, run in self._attached.items() if name != run_id and not run.before]
             for model in set(models).difference(*(other.request.models for other in others)):
                 for engine in self._together.engines_of(model):

@@ -196,10 +196,25 @@ class ClaimOperations(RolloutOperations):
         """The running attempts, to be ended for that reason; those of these workers, that gateway, or that run, where
         named."""
         of = sa.true() if worker_ids is None else schema.attempts.c.worker_id.in_(worker_ids)
-        at = queries.attempts_at(gateway_id)
         run = sa.true() if run_id is None else queries.of_run(schema.attempts.c.rollout_id, run_id)
-        rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, of, at, run)).all()
-        return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why=why) for row in rows]
+        return _running(connection, sa.and_(of, queries.attempts_at(gateway_id), run), why)
+
+    @writes
+    def abandon_run(
+        self, connection: sa.Connection, gateway_id: str, run_id: str, *, forget: bool = False
+    ) -> list[Overdue] | None:
+        """Nobody claims what of a run is queued until it is asked for again, since its gateway is gone; its attempts
+        that run. None, and nothing is done, where the run is attached again or the gateway lives. `forget`: it is not
+        attached at that gateway any more."""
+        self._hold_run(connection, run_id)
+        if not self._is_attached_at(connection, gateway_id, run_id) or gateways.lives(
+            connection, gateway_id, self._clock()
+        ):
+            return None
+        self._shelve(connection, run_id)
+        if forget:
+            self._forget_run(connection, gateway_id, run_id)
+        return _running(connection, queries.of_run(schema.attempts.c.rollout_id, run_id), "session")
 
     @writes
     def renew_leases(self, connection: sa.Connection, *, gateway_id: str | None = None) -> None:
@@ -283,3 +298,10 @@ class ClaimOperations(RolloutOperations):
     def _resources_of(self, connection: sa.Connection, rollout: Rollout) -> dict[str, dict[str, Any]]:
         resources = None if rollout.resources_id is None else self._resources(connection, rollout.resources_id)
         return {} if resources is None else resources.resources
+
+
+def _running(
+    connection: sa.Connection, condition: Any, why: Literal["worker", "session", "server", "journal"]
+) -> list[Overdue]:
+    rows = connection.execute(sa.select(schema.attempts).where(queries.RUNNING, condition)).all()
+    return [Overdue(rollout_id=row.rollout_id, attempt_id=row.attempt_id, why=why) for row in rows]

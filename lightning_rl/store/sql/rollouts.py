@@ -124,8 +124,17 @@ class RolloutOperations(ResourceOperations):
         return dict(self._ended + Counter(queries.counts(connection, first_open)))
 
     @writes
-    def shelve(self, connection: sa.Connection, run_id: str) -> None:
-        """Nobody claims what of a run is queued now until it is asked for again: its trainer is gone."""
+    def shelve(self, connection: sa.Connection, run_id: str, *, attached_at: str | None = None) -> bool:
+        """Nobody claims what of a run is queued now until it is asked for again: its trainer is gone. With a gateway in
+        `attached_at` only where the run is attached there, and at no other one since; whether that is so."""
+        if attached_at is not None:
+            self._hold_run(connection, run_id)
+            if not self._is_attached_at(connection, attached_at, run_id):
+                return False
+        self._shelve(connection, run_id)
+        return True
+
+    def _shelve(self, connection: sa.Connection, run_id: str) -> None:
         connection.execute(_SHELVE.where(queries.of_run(schema.rollouts.c.rollout_id, run_id)))
 
     @writes
@@ -150,6 +159,7 @@ class RolloutOperations(ResourceOperations):
     def remember_run(self, connection: sa.Connection, gateway_id: str, run_id: str, request: str) -> None:
         """Keep that a training run is attached at this gateway and at no other one, and the request with which it is.
         `gateway_id` is "" where a store has one server."""
+        self._hold_run(connection, run_id)
         key = schema.meta.c.key
         elsewhere = key.startswith(_RUN) & key.endswith(f":{run_id}", autoescape=True)
         connection.execute(sa.delete(schema.meta).where(elsewhere))
@@ -158,7 +168,18 @@ class RolloutOperations(ResourceOperations):
     @writes
     def forget_run(self, connection: sa.Connection, gateway_id: str, run_id: str) -> None:
         """The run is not attached at this gateway any more."""
+        self._forget_run(connection, gateway_id, run_id)
+
+    def _forget_run(self, connection: sa.Connection, gateway_id: str, run_id: str) -> None:
         connection.execute(sa.delete(schema.meta).where(schema.meta.c.key == f"{_RUN}{gateway_id}:{run_id}"))
+
+    def _hold_run(self, connection: sa.Connection, run_id: str) -> None:
+        """Where a run is attached is changed by nobody else until the transaction is over."""
+        self._database.hold_name(connection, f"{_RUN}{run_id}")
+
+    def _is_attached_at(self, connection: sa.Connection, gateway_id: str, run_id: str) -> bool:
+        key = f"{_RUN}{gateway_id}:{run_id}"
+        return connection.scalar(sa.select(schema.meta.c.key).where(schema.meta.c.key == key)) is not None
 
     @reads
     def remembered_runs(self, connection: sa.Connection, gateway_id: str) -> dict[str, str]:
@@ -166,6 +187,16 @@ class RolloutOperations(ResourceOperations):
         own = f"{_RUN}{gateway_id}:"
         rows = connection.execute(sa.select(schema.meta).where(schema.meta.c.key.startswith(own, autoescape=True)))
         return {row.key.removeprefix(own): row.value for row in rows}
+
+    @reads
+    def runs_elsewhere(self, connection: sa.Connection, gateway_id: str) -> dict[tuple[str, str], str]:
+        """The requests of the training runs that are attached at other gateways than this one, by gateway and id."""
+        by_name: dict[tuple[str, str], str] = {}
+        for row in connection.execute(sa.select(schema.meta).where(schema.meta.c.key.startswith(_RUN))):
+            attached_at, _, run_id = row.key.removeprefix(_RUN).partition(":")
+            if attached_at != gateway_id:
+                by_name[attached_at, run_id] = row.value
+        return by_name
 
     def _enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         latest = self._latest_resources_id(connection)

@@ -152,7 +152,9 @@ def placed_at(server: Server, others: HttpStore | None = None) -> Claim:
             return claim
 
 
-def ask(claim: Claim, messages: list[Any], *, at: str | None = None, retry: int = 0, tries: int = 0) -> Any:
+def ask(
+    claim: Claim, messages: list[Any], *, at: str | None = None, retry: int = 0, tries: int = 0, model: str = "policy"
+) -> Any:
     """A chat completion; `at` is another gateway than the URL names."""
     llm = claim.resources["main_llm"]
     base_url = llm["base_url"]
@@ -160,7 +162,7 @@ def ask(claim: Claim, messages: list[Any], *, at: str | None = None, retry: int 
         base_url = at + "/rollout/" + base_url.partition("/rollout/")[2]
     with openai.OpenAI(base_url=base_url, api_key=llm["api_key"], max_retries=tries) as sdk:
         headers = {"x-stainless-retry-count": str(retry)} if retry else {}
-        return sdk.chat.completions.create(model="policy", messages=messages, extra_headers=headers)
+        return sdk.chat.completions.create(model=model, messages=messages, extra_headers=headers)
 
 
 def went_on(messages: list[Any], answer: Any) -> list[Any]:
@@ -305,6 +307,46 @@ def test_a_gateway_that_is_started_anew_hands_out_nothing_of_its_run_until_that_
     one.kill()
     one = fleet.start("one")
     assert claimed(one) == ["r1.run"], "it is the other one's now"
+
+
+@pytest.mark.long
+def test_a_trainer_that_dies_with_its_gateway_loses_what_ran_when_its_lease_is_over_and_no_sooner(
+    fleet: Fleet, eventually: Any
+) -> None:
+    def begin(server: Server, engine_url: str) -> None:
+        server.store.begin_run("run", "policy-run", 2 * LEASE)
+        server.store.register_engine("policy-run", "embedded", engine_url)
+        server.store.publish({"main_llm": {"type": "proxy_llm", "model": "policy-run"}}, "of-the-run")
+        server.store.enqueue(requests)
+
+    def statuses(claim: Claim) -> list[str]:
+        return [attempt.status for attempt in two.store.rollout(claim.rollout.rollout_id).attempts]
+
+    names = ["a.run", "b.run", "c.run"]
+    requests = [RolloutRequest(task=1, rollout_id=n, resources_id="of-the-run", config=PATIENT) for n in names]
+    one, two = fleet.start("one"), fleet.start("two")
+    together(one, two)
+    with ThreadPoolExecutor(1) as threads:
+        with engine() as trainers:
+            begin(one, trainers["url"])
+            claims = two.store.claim("w", limit=2)  # one is placed at each gateway
+            [here] = [each for each in claims if each.resources["main_llm"]["base_url"].startswith(two.url)]
+            ask(here, MESSAGES, model="policy-run")
+        one.kill()
+        asked = threads.submit(ask, here, MESSAGES, tries=2, model="policy-run")
+        eventually(lambda: two.store.state()["models"]["policy-run"]["paused"])
+        assert statuses(here) == ["running"]
+        eventually(lambda: statuses(here) == ["lost"])
+        assert two.store.claim("w", limit=9) == []
+        with pytest.raises(openai.APIStatusError, match="attempt"):
+            asked.result(30)
+    with engine() as trainers:
+        begin(two, trainers["url"])  # the run is resumed
+        claims = two.store.claim("w", limit=9)
+        assert sorted(claim.rollout.rollout_id for claim in claims) == names
+        for claim in claims:
+            ask(claim, MESSAGES, model="policy-run")
+            two.store.finish(*place(claim), Finish(status="succeeded", reward=1.0))
 
 
 def test_a_database_that_is_away_for_long_costs_no_gateway_its_attempts(fleet: Fleet, cluster: Any) -> None:

@@ -68,6 +68,8 @@ NOT_OVER_HTTP = {
     "enter_session": "the server: a run attaches",
     "forget_run": "the server: a run has left, or was given up",
     "remembered_runs": "the server, as it starts",
+    "runs_elsewhere": "the server, twice a second: runs whose gateway is gone",
+    "abandon_run": "the server: a run whose gateway is gone is given up",
     "statuses": "`POST /v1/traces`: whether the attempts of spans are open",
     "sweep": "the sweeper, every second",
 }
