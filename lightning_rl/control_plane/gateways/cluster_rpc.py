@@ -103,7 +103,6 @@ class Alone:
 
     placed_as: str | None = None
     gateway_id = ""
-    heard_since = 0.0  # by the loop's clock: since then no other gateway could have called this one gone
 
     def __init__(self, gateway: GatewayDoor, pauses: Pauses, engines: Engines) -> None:
         self._gateway = gateway
@@ -191,11 +190,6 @@ class Peers(Alone):
         self.gateway_id = fleet.gateway_id
         self._headers = {"authorization": f"Bearer {peer_key(secret)}", "content-type": "application/json"}
         self._session: aiohttp.ClientSession | None = None
-
-    @property
-    def heard_since(self) -> float:  # type: ignore[override]  # here it changes
-        """See `Alone`."""
-        return self._fleet.heard_since
 
     async def close(self) -> None:
         """See `Alone`."""

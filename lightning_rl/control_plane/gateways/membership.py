@@ -44,7 +44,7 @@ class Membership:
         self.url = url.rstrip("/")
         self._lease_seconds, self._every_seconds = lease_seconds, every_seconds
         self._until = 0.0  # the end of the lease, by the loop's clock
-        self.heard_since = 0.0  # since when it has held without a break, by the same
+        self._heard_since = 0.0  # since when it has held without a break, by the same
 
     # The lease
 
@@ -79,7 +79,7 @@ class Membership:
         self.others = await self._sql.run(self._gateways.announce, info, self._lease_seconds)
         self._sql.writable_again()
         if start > self._until:
-            self.heard_since = loop.time()
+            self._heard_since = loop.time()
             if self._until:
                 self.lapsed = True
                 _log.warning("the lease was over for %.1f s: its attempts may have been ended", start - self._until)
@@ -104,7 +104,7 @@ class Membership:
     def knows_who_is_gone(self) -> bool:
         """Whether others that live have had time to say so."""
         now = asyncio.get_running_loop().time()
-        return now <= self._until and now - self.heard_since > self._lease_seconds + APART_SECONDS
+        return now <= self._until and now - self._heard_since > self._lease_seconds + APART_SECONDS
 
     async def may_end(self, overdue: Sequence[Overdue]) -> set[str]:
         """The ids of those of the attempts that this gateway may end."""

@@ -27,6 +27,7 @@ from lightning_rl_proxy.recording.alerts import ALARMS
 
 _LOOK_SECONDS = 0.5  # between two looks at the runs
 _SILENT_SECONDS = 1.0  # after which a trainer whose engines are away is believed to be gone, too
+_CONFIRM_SECONDS = 2.0  # between two looks whether another gateway of the store has a run
 _LATEST = "latest"
 _log = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Attached:
-    """A run that is attached; `heard_at`, and `confirmed_at` by the store, are by the loop's clock. `before`: it was so
+    """A run that is attached; `heard_at`, and `confirmed_at` in the store, are by the loop's clock. `before`: it was so
     to the server before this one, and is to attach again."""
 
     def __init__(self, request: RunRequest, *, before: bool = False) -> None:
@@ -162,6 +163,8 @@ class Runs:
             for run_id, run in list(self._attached.items()):
                 try:
                     await self._look(run_id, run)
+                    if self._together.gateway_id:
+                        await self._confirm(run_id, run)
                 except (StoreError, SQLAlchemyError) as error:  # the store, or another gateway: it is tried again
                     _log.warning("run %s: %s", run_id, error)
                 except Exception:  # noqa: BLE001 - of one run: the others are still to be looked after
@@ -170,13 +173,9 @@ class Runs:
     async def _look(self, run_id: str, run: _Attached) -> None:
         request = run.request
         remaining = request.lease_seconds - run.silent_seconds()
-        if remaining <= 0 or run.before or run.confirmed_at < self._together.heard_since:
-            asked_at = asyncio.get_running_loop().time()
-            if not await self._is_remembered(run_id):
-                self._drop(run_id, run)  # another gateway has it, or has given it up while this one was not heard of
-                return
-            run.confirmed_at = asked_at
-        if remaining <= 0:
+        if (remaining <= 0 or run.before) and not await self._is_remembered(run_id):
+            self._drop(run_id, run)
+        elif remaining <= 0:
             ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
             await self._clear(run_id, request.models, run)
             self._drop(run_id, run)
@@ -186,6 +185,14 @@ class Runs:
             for model in request.models:
                 if model not in run.pauses and await self._is_deserted(model):
                     await self._let_wait(run, model, remaining + 2 * _LOOK_SECONDS)
+
+    async def _confirm(self, run_id: str, run: _Attached) -> None:
+        """Drop a run that is attached to another gateway since, or was given up by one while nobody heard of this."""
+        now = asyncio.get_running_loop().time()
+        if now - run.confirmed_at > _CONFIRM_SECONDS:
+            run.confirmed_at = now
+            if not await self._is_remembered(run_id):
+                self._drop(run_id, run)
 
     async def _is_remembered(self, run_id: str) -> bool:
         return run_id in await self._sql.run(self._store.remembered_runs, self._together.gateway_id)

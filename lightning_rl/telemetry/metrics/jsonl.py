@@ -65,11 +65,13 @@ def keep_until(path: Path, step: int | None) -> list[dict[str, float]]:
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
     for number, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), 1):
         try:
-            row = msgspec.json.decode(line, type=dict[str, float])
+            row = msgspec.json.decode(line, type=dict[str, float | None])
+            msgspec.convert(row.get("step"), float)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             _tell(path, number, str(error))
         else:
-            yield line, row
+            # A number that was none, of a run that has diverged, is null in JSON.
+            yield line, {name: value for name, value in row.items() if value is not None}
 
 
 @cache

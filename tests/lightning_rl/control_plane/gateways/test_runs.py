@@ -6,7 +6,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+from lightning_rl.control_plane.gateways import runs as module
 from lightning_rl.control_plane.gateways.runs import RunRequest, Runs
+from lightning_rl.store.errors import Conflict
 from lightning_rl.store.sql import SqlStore
 
 
@@ -55,4 +59,36 @@ async def _attach_while_given_up(tmp_path: Path) -> None:
         assert removed == ["e1"]
         assert list(store.remembered_runs("")) == ["r"]
         await runs.heartbeat("r")
+        watching.cancel()
+
+
+def test_a_run_that_another_gateway_has_since_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its trainer is well: it is another copy of the run that has gone there."""
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(module, "_CONFIRM_SECONDS", 0.001)
+    asyncio.run(_attach_elsewhere(tmp_path))
+
+
+async def _attach_elsewhere(tmp_path: Path) -> None:
+    async def run(work: Any, *args: Any, **keywords: Any) -> Any:
+        return work(*args, **keywords)
+
+    async def end(overdue: Any) -> list[Any]:
+        return []
+
+    together: Any = SimpleNamespace(gateway_id="one", engines_of=lambda model: [])
+    pauses: Any = SimpleNamespace(is_paused=lambda model: False)
+    gateway: Any = SimpleNamespace(now_ns=lambda: 1)
+    thread: Any = SimpleNamespace(run=run)
+    with closing(SqlStore(f"sqlite:///{tmp_path}/store.db")) as store:
+        runs = Runs(store, thread, gateway, pauses, together, model="m", end=end)
+        await runs.begin("r", RunRequest(model="policy"))
+        watching = asyncio.create_task(runs.watch())
+        await asyncio.sleep(0.05)
+        await runs.heartbeat("r")
+        store.remember_run("two", "r", "{}")
+        while runs._attached:
+            await asyncio.sleep(0.001)
+        with pytest.raises(Conflict, match="run r is not attached here"):
+            await runs.heartbeat("r")
         watching.cancel()
