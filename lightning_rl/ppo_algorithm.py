@@ -348,7 +348,7 @@ class PPO(Hooks, ConfiguredAlgorithm):
             self.state.updates += any(learner.updated for learner in self.learners)
             parts.reporter.write_generations("train", self.step, collected.trained)
         metrics |= {f"timing_s/{name}": seconds for name, seconds in timing.items()} | collected.metrics
-        rolled_out, spent = collected.begun, timing["gen" if self.rules.schedule is None else "step"]
+        rolled_out, spent = collected.begun, timing["gen"] if self.rules.schedule is None else parts.reporter.lap()
         return metrics | rollout_metrics(rolled_out, spent, self.state.began_ns) | parts.rollouts.check_tokens()
 
     def _learn(self, learner: PolicyLearner, collected: Collected) -> dict[str, float]:

@@ -29,6 +29,24 @@ class Rewards(msgspec.Struct, frozen=True, kw_only=True):
     of_calls: dict[str, dict[str, float]] = {}
 
 
+def counting(rewards: Rewards) -> float | None:
+    """What a rollout counts with: the final reward, else the sum of those of its calls; None where there are none."""
+    if rewards.final is not None or not rewards.of_calls:
+        return rewards.final
+    return math.fsum(value for named in rewards.of_calls.values() for value in named.values())
+
+
+def with_penalty(rewards: Rewards, forest: Forest, name: str, penalty: float) -> Rewards:
+    """The rewards with a penalty, which stands by its name among the named ones, too. It is added to the final reward,
+    or where calls alone were rewarded to what the last call of the task was given."""
+    named = rewards.named | {name: penalty}
+    calls = _of_task(forest) if rewards.final is None else []
+    if calls:
+        of_calls = rewards.of_calls | {calls[-1]: rewards.of_calls.get(calls[-1], {}) | {name: penalty}}
+        return msgspec.structs.replace(rewards, named=named, of_calls=of_calls)
+    return msgspec.structs.replace(rewards, named=named, final=(counting(rewards) or 0.0) + penalty)
+
+
 class Credit(msgspec.Struct, frozen=True, repr_omit_defaults=True):
     """What a call is reinforced by.
 
@@ -79,25 +97,27 @@ def assign(strategy: Strategy, forest: Forest, rewards: Rewards) -> dict[str, Cr
 
 
 def final(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
-    """The final reward to every call of the task, as Agent-lightning does it."""
-    return {} if rewards.final is None else dict.fromkeys(_of_task(forest), Credit(rewards.final))
+    """What the rollout counts with to every call of the task, as Agent-lightning does it."""
+    reward = counting(rewards)
+    return {} if reward is None else dict.fromkeys(_of_task(forest), Credit(reward))
 
 
 def last_call(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
-    """The final reward to the call of the task that arrived last, and to no other."""
-    last = _of_task(forest)[-1:]
-    return {} if rewards.final is None else {call_id: Credit(rewards.final) for call_id in last}
+    """What the rollout counts with to the call of the task that arrived last, and to no other."""
+    reward = counting(rewards)
+    return {} if reward is None else {call_id: Credit(reward) for call_id in _of_task(forest)[-1:]}
 
 
 def discounted(gamma: float) -> Strategy:
-    """The final reward times gamma for every call of the task that arrived later."""
+    """What the rollout counts with times gamma for every call of the task that arrived later."""
 
     def strategy(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
-        if rewards.final is None:
+        reward = counting(rewards)
+        if reward is None:
             return {}
         calls = _of_task(forest)
         last = len(calls) - 1
-        return {call_id: Credit(rewards.final * gamma ** (last - i)) for i, call_id in enumerate(calls)}
+        return {call_id: Credit(reward * gamma ** (last - i)) for i, call_id in enumerate(calls)}
 
     return strategy
 
@@ -141,9 +161,9 @@ def leave_one_out(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
     value of its branch less the mean value of the others' (leave-one-out, arXiv 2402.14740, at a shared state).
 
     The value of a branch is what its first call was given plus the mean value of the branches after it. All other calls
-    have the final reward.
+    have the final reward, where there is one.
     """
-    credits = final(forest, rewards)
+    credits = {} if rewards.final is None else final(forest, rewards)
     own_rewards = {
         call_id: sum(named.values()) for call_id, named in rewards.of_calls.items() if call_id in forest.nodes
     }
@@ -168,13 +188,12 @@ def step_groups(gamma: float, weight: float = 1.0) -> Strategy:
     return from the call on (`return_to_go`), compared with that of all calls of the group that answered the very same
     prompt, in other rollouts or in the same.
 
-    Without a final reward the sum of the calls' stands for it. A prompt that only one call answered adds nothing.
+    A prompt that only one call answered adds nothing.
     """
 
     def strategy(forest: Forest, rewards: Rewards) -> dict[str, Credit]:
         returns = assign(return_to_go(gamma), forest, rewards)
-        call_rewards = [value for call_id in returns for value in rewards.of_calls.get(call_id, {}).values()]
-        whole = math.fsum(call_rewards) if rewards.final is None else rewards.final
+        whole = counting(rewards) or 0.0
         states = prompts(forest)
         return {
             call_id: Credit(whole, plus=Credit(step.reward, _STATE + states[call_id], weight))

@@ -252,14 +252,21 @@ def estimate(batch: StepBatch, rules: BatchRules, greedy: Mapping[str, float] | 
 
 
 def _shaped(trajectory: Trajectory, buffer: OverlongBuffer | None) -> RolloutPart:
-    """The rollout with what it counts with. A penalty falls on the final reward, which is 0 where there was none, and
-    stands among the named ones for estimators that compare those."""
+    """The rollout with what it counts with. A penalty stands among the named rewards, too, for estimators that compare
+    those."""
     if buffer is None or trajectory.reward is None:
         return RolloutPart(trajectory, trajectory.reward, trajectory.rewards)
-    penalty, unshaped = buffer.penalty(trajectory.forest), trajectory.rewards
-    named = unshaped.named | {"overlong_penalty": penalty}
-    rewards = replace(unshaped, final=(unshaped.final or 0.0) + penalty, named=named)
+    penalty = buffer.penalty(trajectory.forest)
+    rewards = credit.with_penalty(trajectory.rewards, trajectory.forest, "overlong_penalty", penalty)
     return RolloutPart(trajectory, trajectory.reward + penalty, rewards, penalty)
+
+
+def _named(part: RolloutPart) -> dict[str, float]:
+    """The rewards that an estimator compares by name; that of an agent that failed is what failures count with."""
+    final = part.trajectory.rewards.final
+    if final is None or not part.trajectory.agent_failed:
+        return part.rewards.named
+    return part.rewards.named | {credit.FINAL: final}
 
 
 def _lower_by_kl(batch: StepBatch, rules: BatchRules, *, by_token: bool) -> None:
@@ -279,8 +286,7 @@ def _lower_by_kl(batch: StepBatch, rules: BatchRules, *, by_token: bool) -> None
         if by_token:
             part.of_tokens = _on_answers(part, part.of_calls([-rules.kl_coef * distance for distance in distances]))
         else:
-            final, named = (part.rewards.final or 0.0) + part.kl_penalty, {"kl_penalty": part.kl_penalty}
-            part.rewards = replace(part.rewards, final=final, named=part.rewards.named | named)
+            part.rewards = credit.with_penalty(part.rewards, part.trajectory.forest, "kl_penalty", part.kl_penalty)
     batch.kl, batch.kl_coef = mean(np.asarray(means)) if means else None, rules.kl_coef
 
 
@@ -327,7 +333,7 @@ def _estimate_calls(
             {call_id: len(node.call.response_ids) for call_id, node in part.trajectory.forest.nodes.items()}
             for part in rewarded
         ],
-        named=[part.rewards.named for part in rewarded],
+        named=[_named(part) for part in rewarded],
         greedy=None if greedy is None else [greedy.get(part.trajectory.group_id, math.nan) for part in rewarded],
     )
     for part, of_rollout in zip(rewarded, estimates, strict=True):

@@ -87,6 +87,7 @@ class Reporter:
             for name, folder in (("train", trainer.rollout_data_dir), ("val", trainer.validation_data_dir))
             if folder is not None
         }
+        self._lap_at = perf_counter()
 
     def close(self) -> None:
         """Write what waits, and close trackers and traces."""
@@ -94,6 +95,11 @@ class Reporter:
             self._traces.close()
         for tracker in self._trackers:
             tracker.close()
+
+    def lap(self) -> float:
+        """Seconds since it was asked last, or since the last line of metrics that no training step has made."""
+        former, self._lap_at = self._lap_at, perf_counter()
+        return self._lap_at - former
 
     def log(self, step: int, metrics: dict[str, float], history: list[dict[str, float]]) -> None:
         """Append the step's metrics to `history`, give them to the trackers, and warn of what they show."""
@@ -104,6 +110,8 @@ class Reporter:
             tracker.log(step, metrics)
         if "rollouts/rows" in metrics:
             self._findings.look(history)
+        else:
+            self.lap()
 
     def write_record(self, record: StepRecord, policy: str) -> None:
         """Write down what a step makes of the rollouts of a policy."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_rl.rl.correction import importance_weights, weight_bounds
+from lightning_rl.rl.kl import absolute
 
 _TIED = 1e-5  # covariances closer than this are one: rounding must not choose between equal tokens
 
@@ -199,7 +200,7 @@ def kl_cov(tokens: LossInputs, options: LossOptions) -> PolicyLoss:
     Keys: kl_cov_ratio, ppo_kl_coef.
     """
     loss = -tokens.advantages * _ratio(tokens)
-    penalty = options.ppo_kl_coef * (tokens.log_probs - tokens.old_log_probs).abs()
+    penalty = options.ppo_kl_coef * absolute(tokens.log_probs - tokens.old_log_probs)
     chosen = _constants(tokens) > 0
     return _no_lower(torch.where(chosen, loss + penalty, loss), chosen)
 

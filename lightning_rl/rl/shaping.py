@@ -23,7 +23,7 @@ def overlong_penalty(length: int, max_length: int, buffer: int, *, factor: float
 
     0 up to max_length - buffer tokens, from there linearly down to -1 at max_length, and -1 beyond.
     """
-    return -factor * min(1.0, max(0, length - (max_length - buffer)) / buffer)
+    return 0.0 - factor * min(1.0, max(0, length - (max_length - buffer)) / buffer)  # 0, and no negative zero
 
 
 def sampled_on_a_branch(forest: Forest) -> int:

@@ -127,7 +127,7 @@ def trajectory_of(
     rewards = records.rewards if weights is None else credit.weighed(records.rewards, weights)
     if reward is not None and reward in rewards.named:
         rewards = msgspec.structs.replace(rewards, final=rewards.named[reward])
-    unrewarded = not rewards_count and trace.rollout.status == "succeeded" and _counting_reward(rewards) is None
+    unrewarded = not rewards_count and trace.rollout.status == "succeeded" and credit.counting(rewards) is None
     if unrewarded:
         rewards = msgspec.structs.replace(rewards, final=0.0)
     judged = _judge(records, rewards, agent_failure, select)
@@ -241,10 +241,10 @@ def _judge(
     """What the rollout counts with, and which calls are left out for which reason."""
     rollout, calls = records.rollout, records.calls
     infrastructure = rollout.counting_attempt_id is None
-    reward = _counting_reward(rewards)
+    reward = credit.counting(rewards)
     agent_failed = not infrastructure and (rollout.status == "failed" or reward is None)
-    if agent_failed:
-        rewards = msgspec.structs.replace(rewards, final=agent_failure)
+    if agent_failed:  # what its calls were given before counts for nothing
+        rewards = msgspec.structs.replace(rewards, final=agent_failure, of_calls={})
     context = context_of(calls, select, training=rollout.mode == "train")
     why = {call.call_id: reason for call in calls if (reason := rows.why_left_out(call, context))}
     tokens: Counter[str] = Counter({"overshoot": sum(call.overshoot for call in calls)})
@@ -292,13 +292,6 @@ def _rewards(trace: AttemptTrace, rollout: Rollout, names: Mapping[str, str], ca
     of_calls = {call_id: added_up(rewards) for call_id, rewards in by_call.items() if call_id in calls}
     lost = sum(len(rewards) for call_id, rewards in by_call.items() if call_id not in calls)
     return Rewards(final=rollout.reward, named=dict(rollout.rewards), of_calls=of_calls), lost
-
-
-def _counting_reward(rewards: Rewards) -> float | None:
-    """What a rollout counts with: the final reward, else the sum of its calls'; None where it was given nothing."""
-    if rewards.final is not None or not rewards.of_calls:
-        return rewards.final
-    return sum(value for named in rewards.of_calls.values() for value in named.values())
 
 
 def _with_known_logprobs(call: Call) -> Call:

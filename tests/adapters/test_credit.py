@@ -49,6 +49,8 @@ STEPS = Rewards(final=1.0, of_calls={"c0": {"tool": 0.5}, "c1": {"tool": -1.0, "
         (credit.counterfactual, STEPS, {"c0": 1.0, "c1": 1.0, "c2": 1.0}),
         (credit.step_groups(0.5), STEPS, {"c0": 1.0, "c1": 1.0, "c2": 1.0}),
         (credit.step_groups(0.5), Rewards(of_calls={"c1": {"tool": 3.0}}), {"c0": 3.0, "c1": 3.0, "c2": 3.0}),
+        (credit.final, Rewards(of_calls={"c1": {"tool": 3.0}}), {"c0": 3.0, "c1": 3.0, "c2": 3.0}),
+        (credit.discounted(0.5), Rewards(of_calls={"c1": {"tool": 4.0}}), {"c0": 1.0, "c1": 2.0, "c2": 4.0}),
     ],
 )
 def test_a_line_of_three_calls(strategy: Strategy, rewards: Rewards, expected: dict[str, float]) -> None:

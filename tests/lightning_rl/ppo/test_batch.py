@@ -426,6 +426,37 @@ def test_long_answers_cost_and_the_record_says_how_much() -> None:
     assert "rollouts/overlong_penalty" not in build(step, BatchRules()).metrics()
 
 
+@pytest.mark.parametrize("strategy", ["final", "last_call", "per_agent", "counterfactual", "step_groups"])
+def test_a_penalty_of_nothing_changes_nothing_also_where_calls_alone_are_rewarded(strategy: str) -> None:
+    def credits(rules: BatchRules) -> list[dict[str, float]]:
+        given = [Reward(value=value, name="tool", call_id="c0", reward_id=str(value)) for value in (4.0, 1.0)]
+        calls = [make_call(0, None), make_call(1, 0)]
+        step = [rollout(str(each.value), *calls, reward=None, rewards=(each,)) for each in given]
+        return [{call: each.reward for call, each in part.credits.items()} for part in build(step, rules).parts]
+
+    by_name = credit.by_name(strategy)
+    plain = credits(BatchRules(strategy=by_name))
+    assert [found["c1"] for found in plain] == [4.0, 1.0]  # what the rollouts count with
+    long = OverlongBuffer(max_length=100, length=4)
+    assert credits(BatchRules(strategy=by_name, overlong_buffer=long)) == plain
+    assert credits(BatchRules(strategy=by_name, kl_coef=1e-30)) == plain
+    short = OverlongBuffer(max_length=4, length=4)
+    assert [found["c1"] for found in credits(BatchRules(strategy=by_name, overlong_buffer=short))] == [3.0, 0.0]
+
+
+def test_a_failed_agent_counts_as_the_rule_says_in_whatever_is_compared() -> None:
+    early = Reward(value=11.0, name="tool", call_id="c0", reward_id="w")
+    recorded = trace([make_call(0, None), make_call(1, 0)], counting=0, status="failed", reward=None)
+    recorded.attempts[0] = replace(recorded.attempts[0], rewards=[early])
+    failed = trajectory_of(recorded, agent_failure=-5.0)
+    batch = build([failed, rollout("b", make_call(0, None))], BatchRules(strategy=credit.per_step))
+    assert batch.parts[0].credits == {"c1": credit.Credit(-5.0)}  # and not what its calls were given before it failed
+    others = [rollout("b", make_call(0, None), reward=0.0), rollout("c", make_call(0, None), reward=1.0)]
+    rules = BatchRules(estimator=ESTIMATORS["gdpo"], reward_weights={"reward": 1.0})
+    [worst], [middle], [best] = advantages(build([failed, *others], rules))
+    assert worst < middle < best
+
+
 def test_the_penalty_can_be_compared_as_a_reward_of_its_own() -> None:
     buffer = OverlongBuffer(max_length=10, length=4)
     step = [rollout("a", make_call(0, None, response=8)), rollout("b", make_call(0, None, response=2))]

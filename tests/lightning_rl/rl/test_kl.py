@@ -48,6 +48,16 @@ def test_the_gradient_is_that_of_the_value(kind: str) -> None:
     assert torch.autograd.gradcheck(lambda at: kl_penalty(at, old, kind), new)
 
 
+def test_the_gradient_of_a_distance_does_not_follow_the_sign_of_rounding() -> None:
+    """Two passes over the same tokens differ by rounding, so in the first mini-batch that would be all there is."""
+    new = torch.tensor([-1.0 + 3e-7, -1.0 - 3e-7, -0.9, -1.1], requires_grad=True)
+    penalty = kl_penalty(new, torch.full((4,), -1.0), "abs")
+    torch.testing.assert_close(penalty, torch.tensor([3e-7, 3e-7, 0.1, 0.1]), rtol=0, atol=1e-6)
+    [slopes] = torch.autograd.grad(penalty.sum(), new)
+    assert slopes[:2].abs().max() < 0.01
+    assert slopes[2:].tolist() == [1.0, -1.0]
+
+
 def test_k3_loses_its_gradient_far_out_and_its_plus_does_not() -> None:
     """As in verl: the value is clamped to 10, so what is 13 times less likely than it was is not pulled back."""
     new, old = torch.tensor([-4.0], requires_grad=True), torch.tensor([-1.0])
