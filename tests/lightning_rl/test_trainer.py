@@ -1,5 +1,6 @@
 """What the Trainer takes for the servers of a run, before anything is started."""
 
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,10 @@ from typing import Any
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.files import RunFolderUnusable
+from lightning_rl.files import RunFolderUnusable, make_run_dir
 from lightning_rl.processes.service_keys import RUNNER_KEY
 from lightning_rl.runner.agent_pickle import AgentNotPicklable
-from lightning_rl.trainer import RunFolderUsed, _run_id, _write_urls
+from lightning_rl.trainer import RunFolderUsed, _run_id, _with_new_session, _write_urls
 
 ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
@@ -97,3 +98,19 @@ def test_a_run_that_goes_on_without_a_server_says_what_will_be_missing(
         f"their URLs are in {tmp_path / 'server.url'} again"
     ]
     assert (tmp_path / "server.url").read_text() == TWO
+
+
+def test_a_folder_keeps_the_sessions_of_its_trainers_to_its_owner(tmp_path: Path) -> None:
+    first, second = _with_new_session(tmp_path), _with_new_session(tmp_path)
+    assert len(first) == 1
+    assert second[:-1] == first
+    assert second[1] != first[0]
+    for name in ("run.sessions", "run.lock"):
+        make_run_dir(tmp_path)
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o600
+
+
+def test_an_id_that_was_not_written_whole_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run.id").touch()
+    assert _run_id(tmp_path, lrl.Baseline(resume=True), attaches=False)
+    assert "or did its first start fail?" in caplog.text

@@ -101,9 +101,11 @@ class Fleet:
         self.opened.callback(end, child)
         child.stdin.write(msgspec.json.encode(settings) + b"\n")
         child.stdin.flush()
-        line = child.stdout.readline()
-        assert line, (folder / "log").read_text()
-        told = msgspec.json.decode(line)
+        told: dict[str, str] = {}
+        while "url" not in told:  # an alarm may come before it
+            line = child.stdout.readline()
+            assert line, (folder / "log").read_text()
+            told = msgspec.json.decode(line)
         [port] = [int(word) for word in (folder / "port").read_text().split()] if "url" in more else [0]
         url = f"http://127.0.0.1:{port}" if port else told["url"]
         return Server(url, child, folder)
@@ -307,6 +309,17 @@ def test_a_gateway_that_is_started_anew_hands_out_nothing_of_its_run_until_that_
     one.kill()
     one = fleet.start("one")
     assert claimed(one) == ["r1.run"], "it is the other one's now"
+
+
+@pytest.mark.long
+def test_a_gateway_that_joins_leaves_out_an_engine_that_an_update_left_out(fleet: Fleet) -> None:
+    one = fleet.start("one")
+    one.store.resume("policy", 1, outdated=lambda: [fleet.sampler["url"]])
+    two = fleet.start("two")
+    together(one, two)
+    for server in (one, two):
+        [engine] = server.store.engines()
+        assert "weights of policy version 0, not 1" in engine["away"]
 
 
 @pytest.mark.long

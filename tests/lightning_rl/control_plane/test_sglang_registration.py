@@ -76,6 +76,17 @@ def say(sdk: openai.OpenAI, messages: list[Any], *, stream: bool) -> str:
         pytest.param({"raw": True}, marks=pytest.mark.long),
     ],
 )
+def test_an_engine_that_an_update_left_out_takes_no_calls_and_is_not_told_the_version(tmp_path: Path) -> None:
+    servers = [StandIn(), StandIn()]
+    with serving(servers[0].app) as url, serving(servers[1].app) as outdated:
+        engines = [{"model": "policy", "kind": "sglang", "url": each} for each in (url, outdated)]
+        with launch(tmp_path, policy_of(engines=engines), admin_key="a", runner_key="r") as running:
+            store = HttpStore(running.url, "a")
+            store.resume("policy", 1, outdated=lambda: [outdated])
+            assert [each["away"] is None for each in store.engines()] == [True, False]
+    assert [server.weight_version for server in servers] == ["1", "default"]
+
+
 def test_what_is_recorded_is_what_the_model_computed(
     tmp_path: Path, vocabulary: tuple[int, ...], stream: bool, flags: dict[str, Any]
 ) -> None:

@@ -20,10 +20,11 @@ from examples.sql_agent.agent import sql_agent
 from examples.sql_agent.data import make
 from examples.sql_agent.train import CONFIG
 from lightning_rl.config import compose
+from lightning_rl.inference import sglang as module
 from lightning_rl.inference.load import ModelSource
 from lightning_rl.inference.servers import replicas
 from lightning_rl.inference.servers.errors import Unreached
-from lightning_rl.inference.sglang import SGLangPolicy
+from lightning_rl.inference.sglang import SGLangPolicy, _Control
 from lightning_rl.inference.weights.check import EngineMismatch
 from tests.proxy.engines.sglang_stand_in import StandIn
 from tests.proxy.engines.vllm_stand_in import serving
@@ -147,6 +148,44 @@ def test_all_servers_take_the_first_weights(tmp_path: Path) -> None:
     server.down = True
     with policy(tmp_path, Server(), server) as made, pytest.raises(Unreached, match="when a run begins, all must"):
         made.update_weights(made.model, 0)
+
+
+def test_a_server_is_paused_where_it_says_so_and_not_where_it_does_not_know() -> None:
+    server = StandIn()
+    with serving(server.app) as url:
+        assert not _Control(url).paused()
+        server.running.clear()
+        assert _Control(url).paused()
+    with serving(web.Application()) as url:  # which answers 404
+        assert not _Control(url).paused()
+
+
+def test_of_weights_on_their_way_the_newest_alone_are_kept(tmp_path: Path) -> None:
+    with policy(tmp_path, Server()) as made:
+        for version in (0, 1, 1, 2):
+            made.update_weights(made.model, version)
+            assert [each.name for each in (tmp_path / "weights").iterdir()] == [f"version-{version}"]
+
+
+def test_what_each_server_samples_is_compared_once_and_of_one_that_is_away_or_paused_not(
+    tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr(module, "prove", lambda *_, engine, **__: compared.append(engine))
+    one, other = Server(), Server()
+    with policy(tmp_path, one, other) as made:
+        made.update_weights(made.model, 0)
+        assert len(compared) == 2
+        made.prove()
+        assert len(compared) == 2
+        other.down = True
+        until(lambda: bool(made.replicas.urls_away()))
+        made.update_weights(made.model, 1)
+        assert len(compared) == 3
+        one.running.clear()
+        made.update_weights(made.model, 2)
+        assert len(compared) == 3
+        one.running.set()
 
 
 def until(holds: Callable[[], bool]) -> None:

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from lightning_rl.config import compose
-from lightning_rl.ppo.run_state import PolicyState, RunState, TuningRecord, begin_from
+from lightning_rl.config import ConfigError, compose, to_yaml
+from lightning_rl.ppo import run_state
+from lightning_rl.ppo.run_state import PolicyState, RunState, TuningRecord, begin_from, changes_to_warn_of
 from lightning_rl.rl.kl import AdaptiveKL, FixedKL
 from lightning_rl.training import checkpoint
 
@@ -71,3 +73,22 @@ def test_a_run_that_begins_with_anothers_checkpoint_has_tokens_and_a_best_step_o
         own.load_state_dict(of_policy)
         assert (own.policy_version, own.kl_coef) == (3, 0.05)
         assert (own.account.received, own.account.trained) == (0, 0)
+
+
+def test_a_key_that_is_new_since_the_run_began_has_not_changed(tmp_path: Path) -> None:
+    before = yaml.safe_load(to_yaml(compose({})))
+    del before["actor_rollout_ref"]["actor"]["clip_ratio"]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(before))
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "000005.msgpack").touch()
+    assert list(changes_to_warn_of(compose({}), tmp_path, 3)) == []
+
+
+def test_a_checkpoint_of_sft_is_refused_with_what_goes_on_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_state.checkpoint, "open_state", lambda _: {"step": 3})
+    with pytest.raises(
+        ConfigError, match=r"step-3 is a checkpoint of SFT: go on with it by `lightning-rl sft --resume"
+    ):
+        RunState(compose(), tmp_path, tmp_path / "step-3")

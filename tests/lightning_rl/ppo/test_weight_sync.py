@@ -1,5 +1,6 @@
 """New weights come while calls wait at the gateway, and calls wait no longer than the engine is away."""
 
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from lightning_rl.config import compose
 from lightning_rl.inference.servers.replicas import Member, Replicas
+from lightning_rl.inference.sglang import SGLangPolicy, _Control
 from lightning_rl.inference.vllm.control import Control
 from lightning_rl.inference.vllm.policy import VllmPolicy
 from lightning_rl.ppo.weight_sync import WeightSync
@@ -52,6 +54,37 @@ def test_calls_wait_while_an_engine_starts_again_and_go_on_when_it_is_there() ->
     assert told.told == [("pause", "m", "keep"), ("resume", "m", None)]
 
 
+@pytest.mark.parametrize("served", ["vllm", "sglang"])
+def test_a_pause_for_an_outage_waits_for_no_call(served: str) -> None:
+    deadlines: list[float | None] = []
+    told, engine = Told(), vllm("http://a") if served == "vllm" else sglang("http://a")
+    told.pause = lambda *_, deadline_seconds=None, **__: deadlines.append(deadline_seconds)  # type: ignore[method-assign]
+    sync(told, policy=engine).watch_outages()
+    engine.on_outage(True)
+    assert deadlines == [0]
+
+
+def test_an_outage_that_lasts_over_an_update_is_paused_again_behind_it() -> None:
+    told, engine = Told(), vllm("http://a")
+    synced = sync(told, policy=engine)
+    synced.watch_outages()
+    engine.on_outage(True)
+    synced._hold("drain")
+    synced._let_through(4)
+    assert told.told[-2:] == [("resume", "m", 4), ("pause", "m", "keep")]
+
+
+def test_sglang_servers_without_the_weights_are_named_and_compared_where_nobody_could_before() -> None:
+    told, engine, proved = Told(), sglang("http://a", "http://b"), threading.Event()
+    engine.replicas.members[1].away = True
+    engine.prove = proved.set  # type: ignore[method-assign]
+    synced = sync(told, policy=engine)
+    synced.publish(4)
+    assert told.told[2:] == [("resume", "m", 4, "http://b")]
+    synced.wake()
+    assert proved.is_set()
+
+
 def test_an_outage_while_the_trainer_holds_calls_goes_on_behind_it_and_a_pause_that_failed_is_tried_again() -> None:
     told, engine = Told(), vllm("http://a", "http://b")
     synced = sync(told, policy=engine)
@@ -76,6 +109,12 @@ def test_the_gateway_is_told_which_servers_have_not_taken_the_weights() -> None:
     engine.replicas.members[1].away = True
     sync(told, policy=engine).publish(4)
     assert told.told[2:] == [("resume", "m", 4, "http://b")]
+
+
+def sglang(*urls: str) -> SGLangPolicy:
+    engine = SGLangPolicy.__new__(SGLangPolicy)
+    engine.name, engine.replicas = "m", Replicas([Member(_Control(url)) for url in urls])
+    return engine
 
 
 def vllm(*urls: str) -> VllmPolicy:

@@ -78,6 +78,14 @@ def test_a_source_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.
     assert traces.read(["~/calls.jsonl"]) == traces.read([tmp_path / "calls.jsonl"])
 
 
+def test_answers_that_stay_as_they_were_sampled_are_counted_beside_those_that_are_rendered(tmp_path: Path) -> None:
+    own = {"vocabulary": RENDERER.tokenizer.vocabulary_digest(), "exact": True}
+    own |= {"prompt_token_ids": RENDERER.render([{"role": "user", "content": "question 0"}], None)}
+    own |= {"response_token_ids": [5, RENDERER.stop_token_ids[0]]}
+    found = load(tmp_path, [record("own", **own), record("other")])
+    assert found.calls == {"as_sampled": 1, "rendered": 1}
+
+
 def test_answers_weigh_what_their_rollouts_were_rewarded_with(tmp_path: Path) -> None:
     assert set(learned(load(tmp_path)).values()) == {1.0}
     found = load(tmp_path, sft={"weights": "reward"})

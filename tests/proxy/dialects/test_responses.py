@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from openai.types.responses import Response
 
-from lightning_rl_proxy.dialects import responses
+from lightning_rl_proxy.dialects import responses, responses_tools
 from lightning_rl_proxy.dialects.base import NamedTool, Opening, Request
 from lightning_rl_proxy.errors import GatewayError, PromptTooLong
 from lightning_rl_proxy.forest import message_fingerprint
@@ -1054,3 +1054,11 @@ def test_the_sdk_sends_its_output_back() -> None:
         message_fingerprint.fingerprint_of(read[i]) == message_fingerprint.fingerprint_of(FULL.message())
         for i in (1, 4)
     )
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"command": ' + "[" * 100_000, '{"command": "\ud800"}'], ids=["deep", "surrogate"]
+)
+def test_a_shell_call_whose_arguments_no_json_can_be_is_a_functions(arguments: str) -> None:
+    call = {"id": "c", "function": {"name": "local_shell", "arguments": arguments}}
+    assert responses_tools._details(call, "local_shell") is None

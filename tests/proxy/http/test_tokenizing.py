@@ -14,6 +14,7 @@ import pytest
 
 from lightning_rl_proxy.dialects import chat_completions, completions
 from lightning_rl_proxy.dialects.base import Request
+from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.forest.incremental_decode import DecodedBody
 from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.http import tokenizing as module
@@ -95,6 +96,18 @@ def test_where_nothing_is_known_the_whole_body_counts(template: str | None) -> N
     tokenizing = Tokenizing(renderer_of(template), lambda: None, 1)
     for _ in range(2):
         assert tokenizing.is_long(*asked("how many?", user="me" * 5000))
+
+
+def test_where_the_format_refuses_the_question_itself_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = renderer_of(None)
+
+    def refuse(*_: Any) -> list[int]:
+        raise GatewayError(400, "no")
+
+    monkeypatch.setattr(renderer, "render", refuse)
+    tokenizing = Tokenizing(renderer, lambda: None, 1)
+    tokenizing.remember(asked(LARGE)[0])
+    assert tokenizing.is_long(*asked(LARGE))
 
 
 def test_what_was_asked_least_lately_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:

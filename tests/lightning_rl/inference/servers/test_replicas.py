@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_rl.inference.servers import replicas as module
-from lightning_rl.inference.servers.errors import Unreached, WeightsRefused
+from lightning_rl.inference.servers.errors import ServerRefused, Unreached, WeightsRefused
 from lightning_rl.inference.servers.replicas import Member, Replicas
 from lightning_rl.inference.vllm.control import Control
 
@@ -177,6 +177,62 @@ def test_an_update_tries_a_server_that_was_missed_just_now(watched: Watched) -> 
             replicas.order(member, servers.give, servers.forget)
         assert not replicas.urls_away()
     assert "renew http://b" not in servers.told
+
+
+def test_an_update_that_was_broken_off_is_not_tried_again_by_the_next(watched: Watched) -> None:
+    """Its connection may break again and again, each time after long."""
+    servers, replicas = watched("http://a", "http://b")
+    member, tries = replicas.members[1], list[Control]()
+
+    def break_off(control: Control) -> None:
+        tries.append(control)
+        raise Unreached("the connection broke")
+
+    with replicas.lock:
+        for _ in range(2):
+            replicas.order(member, break_off, servers.forget)
+    assert len(tries) == 1
+
+
+def test_a_server_that_answers_with_an_error_is_away_and_ends_no_run(watched: Watched) -> None:
+    servers, replicas = watched("http://a", "http://b")
+    ask, member = servers.ask, replicas.members[1]
+
+    def refuse(control: Control) -> str:
+        if control.url == "http://b":
+            raise ServerRefused("HTTP status 500", 500)
+        return ask(control)
+
+    servers.ask = refuse  # type: ignore[method-assign]
+    until(lambda: member.away)
+    with replicas.lock:
+        replicas.order(member, lambda _: None, servers.forget)  # which it takes
+    assert member.away
+    replicas.check()
+    servers.ask = ask  # type: ignore[method-assign]
+    until(lambda: not member.away and member.silent_since is None)
+
+
+def test_a_server_that_kept_its_weights_is_not_given_them_again(watched: Watched) -> None:
+    servers, replicas = watched("http://a")
+    servers.end("http://a")
+    until(lambda: replicas.members[0].away)
+    servers.down.clear()  # it was the network
+    until(lambda: not replicas.members[0].away)
+    assert "renew http://a" not in servers.told
+
+
+def test_a_server_that_waits_for_weights_in_training_is_not_silent(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_AWAY_SECONDS", 0.05)
+    servers, replicas = watched("http://a")
+    servers.in_training = True
+    servers.start("http://a")
+    until(lambda: servers.told.count("renew http://a") > 2)
+    threading.Event().wait(0.1)
+    assert replicas.members[0].silent_since is None
+    replicas.check()
 
 
 def test_an_update_does_not_wait_for_a_look_at_a_server_that_hangs(watched: Watched) -> None:
