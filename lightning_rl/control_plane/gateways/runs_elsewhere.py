@@ -87,7 +87,10 @@ class RunsElsewhere:
         self._gone_since = {name: self._gone_since.get(name, self._now()) for name in gone}
         for name in gone:
             if self._now() - self._gone_since[name] > runs[name].lease_seconds:
-                await self._give_up(*name)
+                try:
+                    await self._give_up(*name)
+                except StoreError as error:  # another gateway does not seal an attempt, say
+                    _log.warning("run %s is given up later: %s", name[1], error)
 
     async def _let_wait(self, model: str, lease_seconds: float) -> None:
         """Pause the calls of a model whose engines are all away: its trainer may be gone, too."""

@@ -18,6 +18,7 @@ _RESTARTS = 3  # of one server; what ends it more often will not go away by itse
 WATCH_SECONDS = 0.5  # an agent's call that failed comes again after a second, and must find the others waiting
 _MISSED_SECONDS = 2.0  # so long an update still tries a server that was missed: one look may fail of one that is well
 _AWAY_SECONDS = 600.0  # that it may take to come back: the start of a server with a large model takes minutes
+_HANGS_SECONDS = 2.0  # so long the end of a run waits for a look at a server that is not ours
 _REFUSED_SECONDS = 10.0  # between two tries to give weights to a server that refused them
 _log = logging.getLogger(__name__)
 
@@ -189,9 +190,9 @@ class Replicas(Generic[C]):
             server.ask_to_stop()
         for server in own:
             server.stop()
-        for watcher in self._watchers:
+        for watcher, member in zip(self._watchers, self.members, strict=True):
             if watcher.is_alive():
-                watcher.join()
+                watcher.join(None if member.server is not None else _HANGS_SECONDS)
         for server in own:  # one may have been started again in between
             server.stop()
         for member in self.members:
