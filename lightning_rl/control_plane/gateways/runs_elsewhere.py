@@ -2,7 +2,8 @@
 
 Invariant: a trainer that dies together with its gateway costs what it costs alone: calls wait here while the engines of
 its run are away, and when the gateway has been gone for as long as the run's lease, the run is given up, unless it is
-attached again.
+attached again. Where the gateway is gone and the run's models were never heard of here, since all servers of the store
+were started anew, it is given up at once: its attempts could but fail.
 """
 
 import asyncio
@@ -83,10 +84,14 @@ class RunsElsewhere:
         for run in runs.values():
             for model in run.models:
                 await self._let_wait(model, run.lease_seconds + _NOTICED_SECONDS)
-        gone = await self._gone(runs)
-        self._gone_since = {name: self._gone_since.get(name, self._now()) for name in gone}
+        known_models = self._together.model_pauses().keys()
+        live = {each.gateway_id for each in await self._fleet.live()} if runs else set()
+        gone = [name for name in runs if name[0] not in live]
+        sure = gone if self._fleet.knows_who_is_gone else []
+        self._gone_since = {name: self._gone_since.get(name, self._now()) for name in sure}
         for name in gone:
-            if self._now() - self._gone_since[name] > runs[name].lease_seconds:
+            gone_for = self._now() - self._gone_since.get(name, self._now())
+            if gone_for > runs[name].lease_seconds or known_models.isdisjoint(runs[name].models):
                 try:
                     await self._give_up(*name)
                 except StoreError as error:  # another gateway does not seal an attempt, say
@@ -110,18 +115,11 @@ class RunsElsewhere:
         engines = [self._together.engine(info) for info in self._together.engines_of(model)]
         return bool(engines) and all(each.away for each in engines)
 
-    async def _gone(self, runs: Collection[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Those whose gateway is gone."""
-        if not runs or not self._fleet.knows_who_is_gone:
-            return []
-        live = {each.gateway_id for each in await self._fleet.live()}
-        return [(gateway_id, run_id) for gateway_id, run_id in runs if gateway_id not in live]
-
     async def _give_up(self, gateway_id: str, run_id: str) -> None:
         running = await self._sql.run(self._store.abandon_run, gateway_id, run_id)
         if running is None:
             return
-        ALARMS.error("run %s was not attached again since its gateway is gone: it is given up", run_id)
+        ALARMS.error("run %s is not attached again, and its gateway is gone: it is given up", run_id)
         for attempt in running:
             await self._together.seal(attempt.rollout_id, attempt.attempt_id)
         await self._end(running)

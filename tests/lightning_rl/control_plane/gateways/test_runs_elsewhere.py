@@ -44,6 +44,9 @@ class Here:
     async def live(self) -> list[GatewayInfo]:
         return self.store.gateways.live()
 
+    def model_pauses(self) -> dict[str, Any]:
+        return dict.fromkeys(MODELS)
+
     def is_paused(self, model: str) -> bool:
         return model in self.paused
 
@@ -137,6 +140,20 @@ def test_a_run_whose_gateway_is_gone_for_its_lease_is_given_up(here: Here) -> No
     ask_for(here, "a.run", "b.run")
     here.looks(100)
     assert here.claimed() == ["a.run", "b.run"]
+
+
+def test_a_run_whose_models_were_never_heard_of_here_is_given_up_with_its_gateway(here: Here) -> None:
+    """As when a store is restored, and its servers are others now: nothing of it could be sampled."""
+    here.knows_who_is_gone = False
+    here.announce("there")
+    here.attach("there", model="of nobody here")
+    ask_for(here, "a.run", "b.run")
+    here.store.claim("w", limit=1)
+    here.looks(10)
+    assert not here.ended
+    here.looks(10)
+    assert [each.rollout_id for each in here.ended] == ["a.run"]
+    assert here.claimed() == []
 
 
 @pytest.mark.parametrize("what", ["it lives", "it is back", "nobody knows who is gone"])
