@@ -67,15 +67,6 @@ def say(sdk: openai.OpenAI, messages: list[Any], *, stream: bool) -> str:
     return "".join(event.choices[0].delta.content or "" for event in events if event.choices)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    "flags",
-    [
-        pytest.param({}, marks=pytest.mark.long),
-        {"incremental": True, "interval": 3},
-        pytest.param({"raw": True}, marks=pytest.mark.long),
-    ],
-)
 def test_an_engine_that_an_update_left_out_takes_no_calls_and_is_not_told_the_version(tmp_path: Path) -> None:
     servers = [StandIn(), StandIn()]
     with serving(servers[0].app) as url, serving(servers[1].app) as outdated:
@@ -87,6 +78,15 @@ def test_an_engine_that_an_update_left_out_takes_no_calls_and_is_not_told_the_ve
     assert [server.weight_version for server in servers] == ["1", "default"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param({}, marks=pytest.mark.long),
+        {"incremental": True, "interval": 3},
+        pytest.param({"raw": True}, marks=pytest.mark.long),
+    ],
+)
 def test_what_is_recorded_is_what_the_model_computed(
     tmp_path: Path, vocabulary: tuple[int, ...], stream: bool, flags: dict[str, Any]
 ) -> None:
