@@ -8,13 +8,17 @@ from typing import Any
 from omegaconf import DictConfig
 
 from lightning_rl.algorithms.base import Algorithm
-from lightning_rl.config import compose
+from lightning_rl.config import ConfigError, compose
 from lightning_rl.config.schema import Config
 from lightning_rl.loops.configured import configured_agents
 
 
 def composed(config: Mapping[str, Any] | DictConfig | Config | None) -> Config:
-    """The whole config, of the keys that differ from the defaults."""
+    """The whole config, of the keys that differ from the defaults. Raises ConfigError."""
+    if config is not None and not isinstance(config, Mapping | DictConfig | Config):
+        raise ConfigError(
+            f"the config is {config!r:.80}: give a dict of keys, or of a file what OmegaConf.load makes of it"
+        )
     return config if isinstance(config, Config) else compose(config)
 
 

@@ -266,9 +266,14 @@ def _resolved(resources: Mapping[str, Any], name: str, rollout: Any) -> Any:
 
 def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
     """Parameter name -> resource name, for every parameter after the task."""
+    if isinstance(function, type):
+        raise AgentSignature(
+            f"{called(function)} is a class: give an object of it, which is called with a task, or let it subclass "
+            "lrl.Agent"
+        )
     parameters = list(inspect.signature(function).parameters.values())
-    if not parameters:
-        raise AgentSignature(f"{called(function)} takes no task: its first parameter is the task")
+    if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
+        raise AgentSignature(f"{called(function)} takes no task: its first parameter is the task, given by position")
     injected: dict[str, str] = {}
     for parameter in parameters[1:]:
         if parameter.name == "llm":

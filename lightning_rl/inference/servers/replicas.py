@@ -60,7 +60,7 @@ class Member(Generic[C]):
 
     `unfinished`: it did not answer while it was given weights, so what it says of them is not to be believed.
     `refused`: it is not ours, and did not take them. `given` counts the times that it took weights. `silent_since` is
-    when one that is not ours first did not answer, by `time.monotonic`; None: it answers.
+    when one that is not ours first did not answer, or refused, by `time.monotonic`; None: it answers.
     """
 
     def __init__(self, control: C, server: OwnServer | None = None) -> None:
@@ -225,6 +225,8 @@ class Replicas(Generic[C]):
             ready = self._has_weights(member)  # asked without the lock: it may not answer for long
             if member.away or not ready:
                 with self.lock:  # which an update may have held that gave them, or did not
+                    if self.over.is_set():
+                        return
                     if not self._has_weights(member):
                         self._lose(member)
                         renewing = True
@@ -236,7 +238,7 @@ class Replicas(Generic[C]):
                         _log.warning("%s answers again", member)
                     member.away = member.refused = False
         except WeightsRefused as error:
-            member.refused = True
+            member.refused, member.silent_since = True, member.silent_since or time.monotonic()
             if all(each.refused for each in self.members):
                 raise
             _log.warning("%s takes no calls, and is given the present weights again: %s", member, error)
@@ -295,6 +297,8 @@ class Replicas(Generic[C]):
     def _tell_outage(self) -> None:
         """Tell whether all servers are away: that they are as often as it is seen, that one is back once."""
         with self._telling:
+            if self.over.is_set():
+                return
             former, self._outage = self._outage, all(member.away for member in self.members)
             if self._outage or former:
                 for policy in self.policies:

@@ -297,3 +297,25 @@ def test_a_parameter_takes_the_model_of_its_name_or_its_default_or_is_an_error_b
     agent.check_resources(lrl.PPO({"gateway": {"backends": backends}}).resources)
     with pytest.raises(AgentSignature, match=r"parameter 'judge'; this run has the models .'main_llm'.: name one in"):
         lrl.Trainer(agent).fit(lrl.PPO(), [1])
+
+
+class Calls:
+    def __call__(self, task: Any) -> float:
+        return 1.0
+
+
+def by_keyword(*, task: Any) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("agent", "problem"),
+    [
+        (Calls, "Calls is a class: give an object of it, which is called with a task"),
+        (by_keyword, "by_keyword takes no task: its first parameter is the task, given by position"),
+    ],
+)
+def test_what_cannot_be_called_with_a_task_is_refused(agent: Any, problem: str) -> None:
+    with pytest.raises(AgentSignature, match=problem):
+        as_agent(agent)
+    as_agent(Calls())

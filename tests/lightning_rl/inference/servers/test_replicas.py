@@ -315,6 +315,41 @@ def test_weights_that_one_server_refuses_when_it_was_started_anew_end_no_run_tha
         until(lambda: replicas.check() is not None)
 
 
+def test_a_run_whose_only_server_refuses_ends_when_the_other_has_been_away_for_long(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_AWAY_SECONDS", 0.05)
+    servers, replicas = watched("http://a", "http://b")
+
+    def refuse(control: Control) -> bool:
+        raise WeightsRefused("it was started with other flags")
+
+    servers.renew = refuse  # type: ignore[method-assign]
+    servers.start("http://a")
+    until(lambda: replicas.members[0].away)
+    servers.end("http://b")
+    with pytest.raises(Unreached, match="b does not answer; it was waited for"):
+        until(lambda: replicas.check() is not None)
+
+
+def test_a_look_that_ends_after_the_run_tells_nobody(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_HANGS_SECONDS", 0.01)
+    servers, replicas = watched("http://a")
+    hangs, asked = threading.Event(), threading.Event()
+
+    def hang(control: Control) -> str:
+        asked.set()
+        hangs.wait(10)
+        raise Unreached("it does not answer")
+
+    servers.ask = hang  # type: ignore[method-assign]
+    assert asked.wait(10)
+    replicas.close()
+    hangs.set()
+    until(lambda: not any(watcher.is_alive() for watcher in replicas._watchers))
+    assert servers.told == []
+
+
 def test_while_one_server_hangs_the_end_of_another_is_seen(watched: Watched) -> None:
     servers, replicas = watched("http://a", "http://b", "http://c")
     ask, hangs, asked = servers.ask, threading.Event(), threading.Event()
