@@ -22,29 +22,34 @@ _PROMPT: Final = "prompt:"
 
 class Rewards(msgspec.Struct, frozen=True, kw_only=True):
     """What an attempt was given: the `final` reward, all that belong to no call by name (the final one among them), and
-    those of single calls, call id -> name -> value."""
+    those of single calls, call id -> name -> value. `penalty` is added to the sum of these where there is no final one to
+    which it could be."""
 
     final: float | None = None
     named: dict[str, float] = {}
     of_calls: dict[str, dict[str, float]] = {}
+    penalty: float = 0.0
+
+    @property
+    def ending(self) -> float:
+        """What is given at the end of the attempt, beside what its calls were given on the way."""
+        return self.penalty if self.final is None else self.final
 
 
 def counting(rewards: Rewards) -> float | None:
     """What a rollout counts with: the final reward, else the sum of those of its calls; None where there are none."""
     if rewards.final is not None or not rewards.of_calls:
         return rewards.final
-    return math.fsum(value for named in rewards.of_calls.values() for value in named.values())
+    given = [value for named in rewards.of_calls.values() for value in named.values()]
+    return math.fsum([*given, rewards.penalty])
 
 
-def with_penalty(rewards: Rewards, forest: Forest, name: str, penalty: float) -> Rewards:
-    """The rewards with a penalty, which stands by its name among the named ones, too. It is added to the final reward,
-    or where calls alone were rewarded to what the last call of the task was given."""
+def with_penalty(rewards: Rewards, name: str, penalty: float) -> Rewards:
+    """The rewards with a penalty on what the rollout counts with; it stands among the named ones, too."""
     named = rewards.named | {name: penalty}
-    calls = _of_task(forest) if rewards.final is None else []
-    if calls:
-        of_calls = rewards.of_calls | {calls[-1]: rewards.of_calls.get(calls[-1], {}) | {name: penalty}}
-        return msgspec.structs.replace(rewards, named=named, of_calls=of_calls)
-    return msgspec.structs.replace(rewards, named=named, final=(counting(rewards) or 0.0) + penalty)
+    if rewards.final is None:
+        return msgspec.structs.replace(rewards, named=named, penalty=rewards.penalty + penalty)
+    return msgspec.structs.replace(rewards, named=named, final=rewards.final + penalty)
 
 
 class Credit(msgspec.Struct, frozen=True, repr_omit_defaults=True):
@@ -317,12 +322,12 @@ def by_name(name: str, *, gamma: float = 1.0, step_weight: float = 1.0) -> Strat
 
 
 def _steps(forest: Forest, rewards: Rewards) -> dict[str, float]:
-    """What single calls were given, the final reward with that of the task's last call."""
+    """What single calls were given, that of the end with that of the task's last call."""
     steps = {call_id: math.fsum(named.values()) for call_id, named in rewards.of_calls.items()}
     steps = {call_id: steps[call_id] for call_id in forest.nodes if call_id in steps}
-    if rewards.final is not None:
+    if rewards.final is not None or rewards.penalty:
         for last in _of_task(forest)[-1:]:
-            steps[last] = steps.get(last, 0.0) + rewards.final
+            steps[last] = steps.get(last, 0.0) + rewards.ending
     return steps
 
 

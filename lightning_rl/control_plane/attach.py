@@ -55,6 +55,7 @@ class Attachment:
     def __init__(self, store: HttpStore, run_id: str, began_ns: int, session: str | None = None) -> None:
         self.began_ns = began_ns
         self.unregistered: list[dict[str, Any]] = []
+        self.why_unregistered = ""
         self._session = session
         self._store = store
         self._run_id = run_id
@@ -91,14 +92,17 @@ class Attachment:
 
     def register_missing(self, away: Collection[str]) -> None:
         """Let the server use what is `unregistered`, where it is not at a URL in `away`, and the server reaches it."""
-        unregistered = []
-        for engine in self.unregistered:
+        unregistered, self.why_unregistered = [], ""
+        for engine in self.unregistered if not self._ended.is_set() else ():
             try:
                 if engine.get("url") in away:
                     raise Conflict("it does not have the present weights")
-                _register(self._store, engine)
-            except (Conflict, Invalid, Unreachable) as error:
+                info = _register(self._store, engine)
+                if self._ended.is_set():  # the run has left meanwhile, and its engines with it
+                    self._store.remove_engine(info["engine_id"])
+            except StoreError as error:
                 unregistered.append(engine)
+                self.why_unregistered = str(error)
                 _log.info(
                     "the server at %s does not use the engine at %s yet: %s", self._store.url, engine.get("url"), error
                 )
@@ -174,17 +178,19 @@ def attach(
             attachment.unregistered = policy.engines
             attachment.register_missing(away)
             if policy.engines and len(attachment.unregistered) == len(policy.engines):
-                raise Unreachable(f"the server at {store.url} can use none of the run's engines now")
+                raise Unreachable(
+                    f"the server at {store.url} can use none of the run's engines now: {attachment.why_unregistered}"
+                )
     except BaseException:
         attachment.detach()
         raise
     return attachment
 
 
-def _register(store: HttpStore, engine: Mapping[str, Any]) -> None:
+def _register(store: HttpStore, engine: Mapping[str, Any]) -> dict[str, Any]:
     fields = dict(engine)
     try:
-        store.register_engine(fields.pop("model"), fields.pop("kind"), fields.pop("url", None), **fields)
+        return store.register_engine(fields.pop("model"), fields.pop("kind"), fields.pop("url", None), **fields)
     except (Conflict, Invalid) as error:
         if is_loopback(urlsplit(engine.get("url") or "").hostname or "") and not is_loopback(
             urlsplit(store.url).hostname or ""

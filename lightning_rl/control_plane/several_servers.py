@@ -311,7 +311,7 @@ class SeveralServers:
         try:
             attachment = joining.result()
         except Unreachable as error:
-            _log.info("%s: %s", server.store.url, error)
+            _log.warning("the run is not attached to %s yet: %s", server.store.url, error)
             return
         with self._lock:
             server.attachment.close()

@@ -7,7 +7,7 @@ sampled token ends as trained or as excluded by a reason, rollout by rollout.
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -253,20 +253,23 @@ def estimate(batch: StepBatch, rules: BatchRules, greedy: Mapping[str, float] | 
 
 def _shaped(trajectory: Trajectory, buffer: OverlongBuffer | None) -> RolloutPart:
     """The rollout with what it counts with. A penalty stands among the named rewards, too, for estimators that compare
-    those."""
+    those. Of an agent that raised an error nothing else counts."""
+    rewards = trajectory.rewards
+    if trajectory.agent_failed and trajectory.error is not None:
+        rewards = replace(rewards, named={})
     if buffer is None or trajectory.reward is None:
-        return RolloutPart(trajectory, trajectory.reward, trajectory.rewards)
+        return RolloutPart(trajectory, trajectory.reward, rewards)
     penalty = buffer.penalty(trajectory.forest)
-    rewards = credit.with_penalty(trajectory.rewards, trajectory.forest, "overlong_penalty", penalty)
+    rewards = credit.with_penalty(rewards, "overlong_penalty", penalty)
     return RolloutPart(trajectory, trajectory.reward + penalty, rewards, penalty)
 
 
-def _named(part: RolloutPart) -> dict[str, float]:
-    """The rewards that an estimator compares by name; that of an agent that failed is what failures count with."""
+def _compared(part: RolloutPart, names: Collection[str]) -> dict[str, float]:
+    """The rewards that an estimator compares by `names`; an agent that raised an error counts as such under each."""
     final = part.trajectory.rewards.final
-    if final is None or not part.trajectory.agent_failed:
+    if final is None or not part.trajectory.agent_failed or part.trajectory.error is None:
         return part.rewards.named
-    return part.rewards.named | {credit.FINAL: final}
+    return dict.fromkeys(names, final) | part.rewards.named
 
 
 def _lower_by_kl(batch: StepBatch, rules: BatchRules, *, by_token: bool) -> None:
@@ -286,7 +289,7 @@ def _lower_by_kl(batch: StepBatch, rules: BatchRules, *, by_token: bool) -> None
         if by_token:
             part.of_tokens = _on_answers(part, part.of_calls([-rules.kl_coef * distance for distance in distances]))
         else:
-            part.rewards = credit.with_penalty(part.rewards, part.trajectory.forest, "kl_penalty", part.kl_penalty)
+            part.rewards = credit.with_penalty(part.rewards, "kl_penalty", part.kl_penalty)
     batch.kl, batch.kl_coef = mean(np.asarray(means)) if means else None, rules.kl_coef
 
 
@@ -333,7 +336,7 @@ def _estimate_calls(
             {call_id: len(node.call.response_ids) for call_id, node in part.trajectory.forest.nodes.items()}
             for part in rewarded
         ],
-        named=[_named(part) for part in rewarded],
+        named=[_compared(part, rules.settings.reward_weights) for part in rewarded],
         greedy=None if greedy is None else [greedy.get(part.trajectory.group_id, math.nan) for part in rewarded],
     )
     for part, of_rollout in zip(rewarded, estimates, strict=True):

@@ -188,7 +188,7 @@ def tree_of(
     on_steps = [_at_steps(of_tokens.get(node.call.call_id), places) for node, places in zip(nodes, steps, strict=True)]
     for number in reversed(range(len(nodes))):
         if not nodes[number].children:
-            ends[number] += rewards.final or 0.0
+            ends[number] += rewards.ending
         parent = parents[number]
         if len(on_steps[number]):
             on_steps[number][-1] += ends[number]

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 
 LEVEL_VARIABLE = "LIGHTNING_RL_LOG_LEVEL"  # DEBUG: a line for every call
 _OURS = ("lightning_rl", "lightning_rl_proxy", "lightning_rl_adapters")
@@ -39,7 +40,8 @@ class LogFile(logging.FileHandler):
         former, self._error = self._error, None
         super().emit(record)
         if self._error is not None and former is None:
-            print(f"{self.baseFilename} cannot be written: {self._error}", file=sys.stderr)
+            with suppress(OSError, ValueError):  # stderr may be on that disk, too
+                print(f"{self.baseFilename} cannot be written: {self._error}", file=sys.stderr, flush=True)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

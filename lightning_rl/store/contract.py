@@ -286,6 +286,16 @@ class GatewayInfo(msgspec.Struct, frozen=True, kw_only=True):
     lease_expires_at: float = 0.0
 
 
+class RunElsewhere(msgspec.Struct, frozen=True, kw_only=True):
+    """A training run that is attached at another gateway of the store, and the `request` with which it was, as JSON.
+    `lease_left`: seconds of the gateway's lease, below 0 where it is over."""
+
+    gateway_id: str
+    run_id: str
+    request: str
+    lease_left: float
+
+
 class Owner(msgspec.Struct, frozen=True, kw_only=True):
     """The gateway that has a running attempt.
 

@@ -106,6 +106,10 @@ class Membership:
         now = asyncio.get_running_loop().time()
         return now <= self._until and now - self._heard_since > self._lease_seconds + APART_SECONDS
 
+    def may_be_gone(self, lease_left: float) -> bool:
+        """Whether a gateway with so much of its lease left has missed two renewals, so that it may be gone."""
+        return lease_left < self._lease_seconds - 2 * self._every_seconds
+
     async def may_end(self, overdue: Sequence[Overdue]) -> set[str]:
         """The ids of those of the attempts that this gateway may end."""
         ids, of_gone = [late.attempt_id for late in overdue], self.knows_who_is_gone

@@ -64,7 +64,7 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 class _Attached:
     """A run that is attached; `heard_at`, and `confirmed_at` in the store, are by the loop's clock. `before`: it was so
-    to the server before this one, and is to attach again."""
+    to the server before this one, or is given up, and is to attach again."""
 
     def __init__(self, request: RunRequest, *, before: bool = False) -> None:
         self.request = request
@@ -153,7 +153,7 @@ class Runs:
         """Detach a run; one that is not attached stays so."""
         run = self._attached.pop(run_id, None)
         if run is not None:
-            await self._clear(run_id, run.request.models)
+            await self._clear(run_id, run.request.models, run)
             _log.info("run %s has left", run_id)
 
     async def watch(self) -> None:
@@ -177,6 +177,7 @@ class Runs:
             self._drop(run_id, run)
         elif remaining <= 0:
             ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
+            run.before = True  # whatever is ended now: its trainer is to attach it again
             await self._clear(run_id, request.models, run)
             self._drop(run_id, run)
         elif run.before:
@@ -222,18 +223,18 @@ class Runs:
         engines = [self._together.engine(info) for info in self._together.engines_of(model)]
         return bool(engines) and all(each.away for each in engines) and not self._pauses.is_paused(model)
 
-    async def _clear(self, run_id: str, models: Sequence[str], silent: _Attached | None = None) -> None:
-        """End what a run has here; of one that was `silent` unless it has begun anew meanwhile."""
+    async def _clear(self, run_id: str, models: Sequence[str], former: _Attached | None = None) -> None:
+        """End what a run has here; of one that was attached as `former` unless it is so anew, here or elsewhere."""
         async with self._clearing:
-            if silent is None:
+            if former is None:
                 await self._sql.run(self._store.shelve, run_id)
-            elif self._attached.get(run_id) is not silent or not await self._shelve(run_id):
+            elif self._attached.get(run_id) not in (None, former) or not await self._shelve(run_id):
                 return
             running = await self._sql.run(self._store.running, why="session", run_id=run_id)
             for attempt in running:
                 await self._together.seal(attempt.rollout_id, attempt.attempt_id)
             await self._end(running)
-            if silent is None:
+            if former is None:
                 await self._sql.run(self._store.shelve, run_id)  # what that has queued again
             elif not await self._shelve(run_id):
                 return

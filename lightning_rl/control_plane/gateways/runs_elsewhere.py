@@ -2,8 +2,7 @@
 
 Invariant: a trainer that dies together with its gateway costs what it costs alone: calls wait here while the engines of
 its run are away, and when the gateway has been gone for as long as the run's lease, the run is given up, unless it is
-attached again. Where the gateway is gone and the run's models were never heard of here, since all servers of the store
-were started anew, it is given up at once: its attempts could but fail.
+attached again.
 """
 
 import asyncio
@@ -16,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from lightning_rl.control_plane.gateways.cluster_rpc import Peers
 from lightning_rl.control_plane.gateways.gateway_control import PauseRequest, Pauses, ResumeRequest
 from lightning_rl.control_plane.gateways.membership import Membership
-from lightning_rl.store.contract import Overdue, Rollout
+from lightning_rl.store.contract import Overdue, Rollout, RunElsewhere
 from lightning_rl.store.errors import StoreError
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
@@ -27,16 +26,12 @@ _NOTICED_SECONDS = 30.0  # at most, until a gateway that is gone is known to be
 _log = logging.getLogger(__name__)
 
 
-class _Run(msgspec.Struct, frozen=True, kw_only=True):
+class _Asked(msgspec.Struct, frozen=True, kw_only=True):
     """What is needed of a `RunRequest`, which a gateway of another version may have written."""
 
     model: str
     lease_seconds: float = 60.0
     more_models: list[str] = []
-
-    @property
-    def models(self) -> list[str]:
-        return [self.model, *self.more_models]
 
 
 class RunsElsewhere:
@@ -64,6 +59,7 @@ class RunsElsewhere:
         self._end = end
         self._paused: dict[str, PauseRequest] = {}  # by model
         self._gone_since: dict[tuple[str, str], float] = {}  # by gateway and run, by the loop's clock
+        self._to_end: dict[str, list[Overdue]] = {}  # attempts of runs that were given up
 
     async def watch(self) -> None:
         """Look after the runs until cancelled."""
@@ -78,30 +74,27 @@ class RunsElsewhere:
 
     async def look(self) -> None:
         """Let calls wait, or go on, and give up what is to be."""
-        attached = await self._sql.run(self._store.runs_elsewhere, self._together.gateway_id)
-        runs = {name: msgspec.json.decode(request, type=_Run) for name, request in attached.items()}
-        await self._go_on({model for run in runs.values() for model in run.models})
-        for run in runs.values():
-            for model in run.models:
-                await self._let_wait(model, run.lease_seconds + _NOTICED_SECONDS)
-        known_models = self._together.model_pauses().keys()
-        live = {each.gateway_id for each in await self._fleet.live()} if runs else set()
-        gone = [name for name in runs if name[0] not in live]
-        sure = gone if self._fleet.knows_who_is_gone else []
-        self._gone_since = {name: self._gone_since.get(name, self._now()) for name in sure}
-        for name in gone:
-            gone_for = self._now() - self._gone_since.get(name, self._now())
-            if gone_for > runs[name].lease_seconds or known_models.isdisjoint(runs[name].models):
-                try:
-                    await self._give_up(*name)
-                except StoreError as error:  # another gateway does not seal an attempt, say
-                    _log.warning("run %s is given up later: %s", name[1], error)
+        await self._go_on(self._paused.keys())
+        runs = await self._sql.run(self._store.runs_elsewhere, self._together.gateway_id)
+        asked = {(run.gateway_id, run.run_id): msgspec.json.decode(run.request, type=_Asked) for run in runs}
+        await self._give_up(runs, asked)
+        waiting: dict[str, float] = {}  # by model, for how long
+        for run in runs:
+            if self._fleet.may_be_gone(run.lease_left):
+                of_run = asked[run.gateway_id, run.run_id]
+                waiting |= dict.fromkeys([of_run.model, *of_run.more_models], of_run.lease_seconds + _NOTICED_SECONDS)
+        await self._go_on(waiting)
+        for model, lease_seconds in waiting.items():
+            await self._let_wait(model, lease_seconds)
 
     async def _let_wait(self, model: str, lease_seconds: float) -> None:
-        """Pause the calls of a model whose engines are all away: its trainer may be gone, too."""
+        """Pause the calls of a model whose engines are all away: its trainer may be gone with its gateway."""
         if self._is_deserted(model) and not self._pauses.is_paused(model):
             self._paused[model] = PauseRequest(model=model, mode="keep", lease_seconds=lease_seconds)
-            await self._pauses.pause(self._paused[model])
+            try:
+                await self._pauses.pause(self._paused[model])
+            except StoreError as error:  # an engine that hangs cannot be frozen yet
+                _log.info("calls of model %s wait later: %s", model, error)
 
     async def _go_on(self, models: Collection[str]) -> None:
         """End the pauses that nothing needs any more."""
@@ -115,15 +108,37 @@ class RunsElsewhere:
         engines = [self._together.engine(info) for info in self._together.engines_of(model)]
         return bool(engines) and all(each.away for each in engines)
 
-    async def _give_up(self, gateway_id: str, run_id: str) -> None:
-        running = await self._sql.run(self._store.abandon_run, gateway_id, run_id)
-        if running is None:
+    async def _give_up(self, runs: Sequence[RunElsewhere], asked: dict[tuple[str, str], _Asked]) -> None:
+        now, live = self._now(), await self._of_live(runs)
+        self._gone_since = {name: self._gone_since.get(name, now) for name in asked if name not in live}
+        for gateway_id, run_id in self._gone_since:
+            if now - self._gone_since[gateway_id, run_id] > asked[gateway_id, run_id].lease_seconds:
+                running = await self._sql.run(self._store.abandon_run, gateway_id, run_id)
+                if running is not None:
+                    ALARMS.error("run %s is not attached again, and its gateway is gone: it is given up", run_id)
+                    self._to_end[run_id] = running
+        for run_id in list(self._to_end):
+            await self._end_attempts(run_id)
+
+    async def _of_live(self, runs: Sequence[RunElsewhere]) -> set[tuple[str, str]]:
+        """Those whose gateways live, or of which nobody can say that they do not."""
+        if not runs or not self._fleet.knows_who_is_gone:
+            return {(run.gateway_id, run.run_id) for run in runs}
+        live = {each.gateway_id for each in await self._fleet.live()}
+        return {(run.gateway_id, run.run_id) for run in runs if run.gateway_id in live}
+
+    async def _end_attempts(self, run_id: str) -> None:
+        """End what ran of a run when it was given up; it may be attached again by now."""
+        running = self._to_end[run_id]
+        try:
+            for attempt in running:
+                await self._together.seal(attempt.rollout_id, attempt.attempt_id)
+        except StoreError as error:  # its gateway does not answer: it is asked again
+            _log.info("attempts of run %s are ended later: %s", run_id, error)
             return
-        ALARMS.error("run %s is not attached again, and its gateway is gone: it is given up", run_id)
-        for attempt in running:
-            await self._together.seal(attempt.rollout_id, attempt.attempt_id)
         await self._end(running)
-        await self._sql.run(self._store.abandon_run, gateway_id, run_id, forget=True)  # with what that has queued again
+        await self._sql.run(self._store.shelve_abandoned, run_id)  # what that has queued again
+        del self._to_end[run_id]
 
     @staticmethod
     def _now() -> float:

@@ -190,9 +190,10 @@ class Replicas(Generic[C]):
             server.ask_to_stop()
         for server in own:
             server.stop()
+        until = time.monotonic() + _HANGS_SECONDS
         for watcher, member in zip(self._watchers, self.members, strict=True):
             if watcher.is_alive():
-                watcher.join(None if member.server is not None else _HANGS_SECONDS)
+                watcher.join(None if member.server is not None else max(until - time.monotonic(), 0.0))
         for server in own:  # one may have been started again in between
             server.stop()
         for member in self.members:

@@ -200,20 +200,17 @@ class ClaimOperations(RolloutOperations):
         return _running(connection, sa.and_(of, queries.attempts_at(gateway_id), run), why)
 
     @writes
-    def abandon_run(
-        self, connection: sa.Connection, gateway_id: str, run_id: str, *, forget: bool = False
-    ) -> list[Overdue] | None:
-        """Nobody claims what of a run is queued until it is asked for again, since its gateway is gone; its attempts
-        that run. None, and nothing is done, where the run is attached again or the gateway lives. `forget`: it is not
-        attached at that gateway any more."""
+    def abandon_run(self, connection: sa.Connection, gateway_id: str, run_id: str) -> list[Overdue] | None:
+        """A run whose gateway is gone is attached nowhere any more, and nobody claims what of it is queued until it is
+        asked for again; its attempts that run. None, and nothing is done, where the run is attached to another gateway,
+        or this one lives."""
         self._hold_run(connection, run_id)
         if not self._is_attached_at(connection, gateway_id, run_id) or gateways.lives(
             connection, gateway_id, self._clock()
         ):
             return None
         self._shelve(connection, run_id)
-        if forget:
-            self._forget_run(connection, gateway_id, run_id)
+        self._forget_run(connection, gateway_id, run_id)
         return _running(connection, queries.of_run(schema.attempts.c.rollout_id, run_id), "session")
 
     @writes

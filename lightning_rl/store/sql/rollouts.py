@@ -7,7 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from lightning_rl.store import queries, schema
-from lightning_rl.store.contract import Rollout, RolloutDetail, RolloutRequest, body_of_request, same_body
+from lightning_rl.store.contract import Rollout, RolloutDetail, RolloutRequest, RunElsewhere, body_of_request, same_body
 from lightning_rl.store.errors import Conflict, Invalid
 from lightning_rl.store.records import attempt_of, detailed, rollout_of
 from lightning_rl.store.sql.resources import ResourceOperations
@@ -134,6 +134,14 @@ class RolloutOperations(ResourceOperations):
         self._shelve(connection, run_id)
         return True
 
+    @writes
+    def shelve_abandoned(self, connection: sa.Connection, run_id: str) -> None:
+        """`shelve` what has come to be queued again of a run that was abandoned, unless it is attached again."""
+        self._hold_run(connection, run_id)
+        anywhere = schema.meta.c.key.startswith(_RUN) & schema.meta.c.key.endswith(f":{run_id}", autoescape=True)
+        if connection.scalar(sa.select(schema.meta.c.key).where(anywhere)) is None:
+            self._shelve(connection, run_id)
+
     def _shelve(self, connection: sa.Connection, run_id: str) -> None:
         connection.execute(_SHELVE.where(queries.of_run(schema.rollouts.c.rollout_id, run_id)))
 
@@ -189,14 +197,17 @@ class RolloutOperations(ResourceOperations):
         return {row.key.removeprefix(own): row.value for row in rows}
 
     @reads
-    def runs_elsewhere(self, connection: sa.Connection, gateway_id: str) -> dict[tuple[str, str], str]:
-        """The requests of the training runs that are attached at other gateways than this one, by gateway and id."""
-        by_name: dict[tuple[str, str], str] = {}
+    def runs_elsewhere(self, connection: sa.Connection, gateway_id: str) -> list[RunElsewhere]:
+        """The training runs that are attached at other gateways than this one."""
+        leases = {row.gateway_id: row.lease_expires_at for row in connection.execute(sa.select(schema.gateways))}
+        runs = []
         for row in connection.execute(sa.select(schema.meta).where(schema.meta.c.key.startswith(_RUN))):
             attached_at, _, run_id = row.key.removeprefix(_RUN).partition(":")
             if attached_at != gateway_id:
-                by_name[attached_at, run_id] = row.value
-        return by_name
+                left = leases.get(attached_at, 0.0) - self._clock()
+                run = RunElsewhere(gateway_id=attached_at, run_id=run_id, request=row.value, lease_left=left)
+                runs.append(run)
+        return runs
 
     def _enqueue(self, connection: sa.Connection, requests: Sequence[RolloutRequest]) -> list[Rollout]:
         latest = self._latest_resources_id(connection)

@@ -362,19 +362,6 @@ def test_a_trainer_that_dies_with_its_gateway_loses_what_ran_when_its_lease_is_o
             two.store.finish(*place(claim), Finish(status="succeeded", reward=1.0))
 
 
-@pytest.mark.long
-def test_servers_that_take_the_place_of_all_others_hand_out_nothing_of_their_runs(
-    fleet: Fleet, eventually: Any
-) -> None:
-    one = fleet.start("one")
-    one.store.begin_run("run", "policy-run", 600)
-    one.store.enqueue([RolloutRequest(task=1, rollout_id="a.run")])
-    one.kill()
-    two = fleet.start("two")
-    eventually(lambda: "run run is not attached again" in (two.folder / "log").read_text())
-    assert two.store.claim("w", limit=9) == []
-
-
 def test_a_database_that_is_away_for_long_costs_no_gateway_its_attempts(fleet: Fleet, cluster: Any) -> None:
     one, two = fleet.start("one"), fleet.start("two")
     together(one, two)

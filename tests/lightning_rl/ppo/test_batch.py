@@ -13,17 +13,18 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from lightning_rl.ppo.batch import BatchRules, StepBatch, estimate, read, records
+from lightning_rl.ppo.estimators import tree_of
 from lightning_rl.rl.advantages import ESTIMATORS
 from lightning_rl.rl.baselines import Baselines, BaselineSettings, EstimatorError, Outcomes
 from lightning_rl.rl.shaping import OverlongBuffer
-from lightning_rl.store.contract import Reward
+from lightning_rl.store.contract import ErrorInfo, Reward
 from lightning_rl.training.batch import mini_batches
 from lightning_rl.trajectories.step_record import CallRecord, PlusRecord
 from lightning_rl.trajectories.token_account import ConservationError
 from lightning_rl.trajectories.trajectory import Trajectory, trajectory_of
-from lightning_rl_adapters import credit
+from lightning_rl_adapters import credit, forest
 from lightning_rl_adapters.call import Call
-from lightning_rl_adapters.credit import CreditError
+from lightning_rl_adapters.credit import CreditError, Rewards
 from lightning_rl_adapters.span import unpack_logprobs
 from tests.adapters.forests import attempts, make_call
 from tests.lightning_rl.rl.golden import grpo
@@ -444,17 +445,31 @@ def test_a_penalty_of_nothing_changes_nothing_also_where_calls_alone_are_rewarde
     assert [found["c1"] for found in credits(BatchRules(strategy=by_name, overlong_buffer=short))] == [3.0, 0.0]
 
 
+def test_a_penalty_on_rewards_of_calls_moves_no_branch_of_a_fork_against_another() -> None:
+    fork = forest.build([make_call(0, None), make_call(1, 0), make_call(2, 0)])
+    plain = Rewards(of_calls={"c1": {"tests": 1.0}})
+    lowered = credit.with_penalty(plain, "overlong_penalty", -0.5)
+    assert credit.counting(lowered) == 0.5
+    assert credit.leave_one_out(fork, lowered) == credit.leave_one_out(fork, plain)
+    assert credit.assign(credit.per_step, fork, lowered)["c2"].reward == -0.5
+    ends = tree_of(fork, lowered, [np.arange(2)] * 3, of_tokens={}).rewards
+    assert [each[-1] for each in ends] == [0.0, 0.5, -0.5]
+
+
 def test_a_failed_agent_counts_as_the_rule_says_in_whatever_is_compared() -> None:
     early = Reward(value=11.0, name="tool", call_id="c0", reward_id="w")
     recorded = trace([make_call(0, None), make_call(1, 0)], counting=0, status="failed", reward=None)
     recorded.attempts[0] = replace(recorded.attempts[0], rewards=[early])
-    failed = trajectory_of(recorded, agent_failure=-5.0)
+    error = ErrorInfo(type="ValueError", message="no")
+    ended = replace(recorded.rollout, error=error, rewards={"correct": 9.0})
+    failed = trajectory_of(replace(recorded, rollout=ended), agent_failure=-5.0)
     batch = build([failed, rollout("b", make_call(0, None))], BatchRules(strategy=credit.per_step))
     assert batch.parts[0].credits == {"c1": credit.Credit(-5.0)}  # and not what its calls were given before it failed
     others = [rollout("b", make_call(0, None), reward=0.0), rollout("c", make_call(0, None), reward=1.0)]
-    rules = BatchRules(estimator=ESTIMATORS["gdpo"], reward_weights={"reward": 1.0})
-    [worst], [middle], [best] = advantages(build([failed, *others], rules))
-    assert worst < middle < best
+    for names in ("reward", "correct"):
+        rules = BatchRules(estimator=ESTIMATORS["gdpo"], reward_weights={names: 1.0})
+        found = [max(each) for each in advantages(build([failed, *others], rules))]
+        assert found[0] < min(found[1:])
 
 
 def test_the_penalty_can_be_compared_as_a_reward_of_its_own() -> None:

@@ -56,6 +56,8 @@ def test_the_gradient_of_a_distance_does_not_follow_the_sign_of_rounding() -> No
     [slopes] = torch.autograd.grad(penalty.sum(), new)
     assert slopes[:2].abs().max() < 0.01
     assert slopes[2:].tolist() == [1.0, -1.0]
+    far = torch.tensor([math.inf, -math.inf], requires_grad=True)
+    assert kl_penalty(far, torch.zeros(2), "abs").tolist() == [math.inf, math.inf]
 
 
 def test_k3_loses_its_gradient_far_out_and_its_plus_does_not() -> None:

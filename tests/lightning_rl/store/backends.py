@@ -70,6 +70,7 @@ NOT_OVER_HTTP = {
     "remembered_runs": "the server, as it starts",
     "runs_elsewhere": "the server, twice a second: runs whose gateway is gone",
     "abandon_run": "the server: a run whose gateway is gone is given up",
+    "shelve_abandoned": "the server: a run whose gateway is gone is given up",
     "statuses": "`POST /v1/traces`: whether the attempts of spans are open",
     "sweep": "the sweeper, every second",
 }

@@ -3,8 +3,12 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from lightning_rl.control_plane.gateways.engines import Engines
 from lightning_rl.control_plane.gateways.gateway_control import PauseRequest, Pauses
+from lightning_rl.store.errors import Conflict
+from lightning_rl_proxy.engines.base import EngineUnavailable
 
 
 class TwoModels:
@@ -37,3 +41,27 @@ def test_the_end_of_a_pause_of_all_models_ends_no_pause_that_one_of_them_has_by_
         return found
 
     assert asyncio.run(asyncio.wait_for(scenario(), 20)) == (True, True)
+
+
+def test_a_pause_that_fails_late_does_not_end_one_that_came_meanwhile() -> None:
+    """An engine that hangs is tried for long; the trainer's pause may come then, and weights behind it."""
+
+    async def scenario() -> bool:
+        gateway: Any = TwoModels()
+        pauses, pause, hangs = Pauses(gateway, Engines(gateway, gateway)), gateway.pause, asyncio.Event()
+
+        async def hang(model: str | None, drain_seconds: float) -> None:
+            await hangs.wait()
+            raise EngineUnavailable("it cannot be frozen")
+
+        gateway.pause = hang
+        first = asyncio.create_task(pauses.pause(PauseRequest(model="a")))
+        await asyncio.sleep(0)
+        gateway.pause = pause
+        await pauses.pause(PauseRequest(model="a"))
+        hangs.set()
+        with pytest.raises(Conflict):
+            await first
+        return pauses.is_paused("a")
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 20))

@@ -10,7 +10,8 @@ import pytest
 
 from lightning_rl.control_plane.gateways import runs as module
 from lightning_rl.control_plane.gateways.runs import RunRequest, Runs
-from lightning_rl.store.errors import Conflict
+from lightning_rl.store.contract import RolloutRequest
+from lightning_rl.store.errors import Conflict, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
 
 
@@ -92,3 +93,68 @@ async def _attach_elsewhere(tmp_path: Path) -> None:
         with pytest.raises(Conflict, match="run r is not attached here"):
             await runs.heartbeat("r")
         watching.cancel()
+
+
+def test_a_run_that_is_given_up_hears_it_though_its_attempts_cannot_be_sealed_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is queued of it waits from then on: its trainer would wait for that for ever."""
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.001)
+    asyncio.run(_give_up_late(tmp_path))
+
+
+async def _give_up_late(tmp_path: Path) -> None:
+    async def run(work: Any, *args: Any, **keywords: Any) -> Any:
+        return work(*args, **keywords)
+
+    async def end(overdue: Any) -> list[Any]:
+        return store.expire(overdue)
+
+    async def refuse(rollout_id: str, attempt_id: str) -> None:
+        refused.set()
+        raise StoreUnwritable("ask again")
+
+    async def seal(rollout_id: str, attempt_id: str) -> None: ...
+
+    refused = asyncio.Event()
+    together: Any = SimpleNamespace(gateway_id="", engines_of=lambda model: [], seal=refuse)
+    pauses: Any = SimpleNamespace(is_paused=lambda model: False)
+    gateway: Any = SimpleNamespace(now_ns=lambda: 1)
+    thread: Any = SimpleNamespace(run=run)
+    with closing(SqlStore(f"sqlite:///{tmp_path}/store.db")) as store:
+        runs = Runs(store, thread, gateway, pauses, together, model="m", end=end)
+        await runs.begin("r", RunRequest(model="policy", lease_seconds=1e-3))
+        store.enqueue([RolloutRequest(task=1, rollout_id=name) for name in ("a.r", "b.r")])
+        store.claim("w", limit=1)
+        watching = asyncio.create_task(runs.watch())
+        await refused.wait()
+        with pytest.raises(Conflict, match="run r is not attached here"):
+            await runs.heartbeat("r")
+        together.seal = seal
+        while runs._attached:
+            await asyncio.sleep(0.001)
+        assert store.claim("w", limit=9) == []
+        assert store.remembered_runs("") == {}
+        watching.cancel()
+
+
+def test_the_end_of_a_run_leaves_what_another_gateway_has_of_it(tmp_path: Path) -> None:
+    async def scenario() -> list[str]:
+        async def run(work: Any, *args: Any, **keywords: Any) -> Any:
+            return work(*args, **keywords)
+
+        nothing: Any = SimpleNamespace(run=run, gateway_id="one", now_ns=lambda: 1)
+        nothing.engines_of, nothing.is_paused = lambda model: [], lambda model: False
+
+        async def end(overdue: Any) -> list[Any]:
+            return []
+
+        with closing(SqlStore(f"sqlite:///{tmp_path}/store.db")) as store:
+            runs = Runs(store, nothing, nothing, nothing, nothing, model="m", end=end)
+            await runs.begin("r", RunRequest(model="policy"))
+            store.remember_run("two", "r", "{}")
+            store.enqueue([RolloutRequest(task=1, rollout_id="a.r")])
+            await runs.end("r")
+            return [claim.rollout.rollout_id for claim in store.claim("w", limit=9)]
+
+    assert asyncio.run(scenario()) == ["a.r"]

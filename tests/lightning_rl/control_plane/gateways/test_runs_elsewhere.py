@@ -13,6 +13,7 @@ from lightning_rl.control_plane.gateways.gateway_control import PauseRequest, Re
 from lightning_rl.control_plane.gateways.runs import RunRequest
 from lightning_rl.control_plane.gateways.runs_elsewhere import RunsElsewhere
 from lightning_rl.store.contract import GatewayInfo, Overdue, RolloutRequest
+from lightning_rl.store.errors import Conflict, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
 
 MODELS = ("policy", "other")
@@ -44,8 +45,8 @@ class Here:
     async def live(self) -> list[GatewayInfo]:
         return self.store.gateways.live()
 
-    def model_pauses(self) -> dict[str, Any]:
-        return dict.fromkeys(MODELS)
+    def may_be_gone(self, lease_left: float) -> bool:
+        return lease_left < 13.0
 
     def is_paused(self, model: str) -> bool:
         return model in self.paused
@@ -100,9 +101,21 @@ def test_calls_wait_while_the_engines_of_a_run_elsewhere_are_away(here: Here) ->
     here.attach("there")
     here.away = {"policy": "it does not answer", "other": "nor does this one, of no run elsewhere"}
     here.looks()
+    assert not here.paused  # its trainer may speak to its gateway, which lives
+    here.looks(3)
     assert list(here.paused) == ["policy"]
-    here.looks()
     here.away = {}
+    here.looks()
+    assert not here.paused
+
+
+def test_calls_go_on_when_the_gateway_of_the_run_is_heard_of_again(here: Here) -> None:
+    """Its trainer lets calls wait where they are to."""
+    here.attach("there")
+    here.away = {"policy": "it does not answer"}
+    here.looks()
+    assert "policy" in here.paused
+    here.announce("there")
     here.looks()
     assert not here.paused
 
@@ -134,26 +147,12 @@ def test_a_run_whose_gateway_is_gone_for_its_lease_is_given_up(here: Here) -> No
     here.looks(10)
     assert [(each.rollout_id, each.attempt_id) for each in here.ended] == [("a.run", claim.attempt.attempt_id)]
     assert here.claimed() == ["c.elsewhere"]
-    assert here.store.runs_elsewhere("here") == {}
+    assert here.store.runs_elsewhere("here") == []
     assert list(here.store.remembered_runs("here")) == ["another"]
     here.attach("here")  # the trainer is there again
     ask_for(here, "a.run", "b.run")
     here.looks(100)
     assert here.claimed() == ["a.run", "b.run"]
-
-
-def test_a_run_whose_models_were_never_heard_of_here_is_given_up_with_its_gateway(here: Here) -> None:
-    """As when a store is restored, and its servers are others now: nothing of it could be sampled."""
-    here.knows_who_is_gone = False
-    here.announce("there")
-    here.attach("there", model="of nobody here")
-    ask_for(here, "a.run", "b.run")
-    here.store.claim("w", limit=1)
-    here.looks(10)
-    assert not here.ended
-    here.looks(10)
-    assert [each.rollout_id for each in here.ended] == ["a.run"]
-    assert here.claimed() == []
 
 
 @pytest.mark.parametrize("what", ["it lives", "it is back", "nobody knows who is gone"])
@@ -184,6 +183,39 @@ def test_what_a_run_that_was_attached_again_has_asked_for_is_handed_out(here: He
 
     here.elsewhere._end = end_late
     here.looks(70)
-    assert len(here.ended) == 1
+    assert len(here.ended) == 1  # which is what ran when it was given up
     assert here.claimed() == ["a.run"]
-    assert here.store.runs_elsewhere("here").keys() == {("third", "run")}
+    assert [run.gateway_id for run in here.store.runs_elsewhere("here")] == ["third"]
+
+
+def test_what_ran_is_ended_when_its_gateway_can_seal_it(here: Here) -> None:
+    here.attach("there")
+    ask_for(here, "a.run", "b.run")
+    here.store.claim("w", limit=1)
+    seal = here.seal
+
+    async def refuse(rollout_id: str, attempt_id: str) -> None:
+        raise StoreUnwritable("ask again")
+
+    here.seal = refuse  # type: ignore[method-assign]
+    here.looks(70)
+    assert not here.ended
+    assert here.store.runs_elsewhere("here") == []  # whoever comes back finds it given up, and its trainer hears of it
+    here.seal = seal  # type: ignore[method-assign]
+    here.looks()
+    assert [each.rollout_id for each in here.ended] == ["a.run"]
+    assert here.claimed() == []
+    here.looks()
+    assert len(here.ended) == 1
+
+
+def test_an_engine_that_cannot_be_frozen_keeps_no_run_from_being_given_up(here: Here) -> None:
+    here.attach("there")
+    here.away = {"policy": "it hangs"}
+
+    async def refuse(request: PauseRequest) -> None:
+        raise Conflict("it hangs")
+
+    here.pause = refuse  # type: ignore[method-assign]
+    here.looks(70)
+    assert here.store.runs_elsewhere("here") == []
