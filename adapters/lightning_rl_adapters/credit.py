@@ -22,8 +22,8 @@ _PROMPT: Final = "prompt:"
 
 class Rewards(msgspec.Struct, frozen=True, kw_only=True):
     """What an attempt was given: the `final` reward, all that belong to no call by name (the final one among them), and
-    those of single calls, call id -> name -> value. `penalty` is added to the sum of these where there is no final one to
-    which it could be."""
+    those of single calls, call id -> name -> value. Without a final one `penalty` is added to the sum of those.
+    """
 
     final: float | None = None
     named: dict[str, float] = {}
