@@ -65,7 +65,7 @@ def run(
             algorithm = supervised(agent, settings, folder, None, console=not as_json)
     except (KeyboardInterrupt, SystemExit):
         if (folder / "config.yaml").exists():
-            typer.echo(f"\nInterrupted. Go on with: lightning-rl sft --resume {folder}", err=True)
+            typer.echo(f"\nInterrupted. Go on with: lightning-rl sft --resume {shlex.quote(str(folder))}", err=True)
         raise
     result = {
         "run_dir": str(algorithm.run_dir),

@@ -1,6 +1,7 @@
 """`lightning-rl train`: train an agent without a script. Keys as in `docs/config.md`, syntax as in Hydra."""
 
 import json
+import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -229,7 +230,9 @@ def _train(
         folder = trainer.run_dir
         if folder is not None and any(file.exists() for file in (folder / CONFIG, folder / SFT / CONFIG)):
             at = "".join(f" --server {url}" for url in server or ())
-            typer.echo(f"\nInterrupted. Go on with: lightning-rl train --resume {folder}{at}", err=True)
+            typer.echo(
+                f"\nInterrupted. Go on with: lightning-rl train --resume {shlex.quote(str(folder))}{at}", err=True
+            )
         raise
     last = algorithm.history[-1] if algorithm.history else {}
     checkpoint = algorithm.run_dir / "checkpoints" / f"step-{algorithm.step}"

@@ -32,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rl.config import from_verl, verl_keys
 from lightning_rl.config.from_verl import Note, leaves, translate, translate_layer
-from lightning_rl.config.schema import Config, Section, TrainConfig
+from lightning_rl.config.schema import Config, PolicySection, Section, TrainConfig
 from lightning_rl.errors import Explained
 
 DEFAULTS = "lightning_rl/ppo"  # a Hydra file of one's own begins with `defaults: [lightning_rl/ppo, _self_]`
@@ -44,6 +44,8 @@ SHORT = {"reward": "reward.command"}  # groups that stand for a key in them, whe
 C = TypeVar("C", bound=Config)
 _log = logging.getLogger(__name__)
 _ONE_AT_A_TIME = threading.RLock()  # Hydra keeps one state for all threads, and msgspec makes its types without a lock
+_EACH_POLICY = "policies[...]"
+_UNKNOWN = re.compile(r"Object contains unknown field `([^`]*)`")
 _CONVERSION = re.compile(r"(?P<what>.*?)(?: - at (?P<names>`key` in )?`\$\.?(?P<place>[^`]*)`)?", re.DOTALL)
 _LONGEST_VALUE = 200  # characters
 _BOUND = re.compile(r"clip|clamp|threshold|_[lu]b$")  # names of keys that bound something
@@ -395,10 +397,28 @@ def _checked(merged: Any, schema: type[C]) -> C:
         match = _CONVERSION.fullmatch(str(error))
         assert match is not None
         place, problem = match["place"] or "", match["what"]
+        if place.startswith(_EACH_POLICY):
+            place = _of_policy(merged["policies"], place)
+            if field := _UNKNOWN.fullmatch(problem):
+                near = difflib.get_close_matches(field[1], PolicySection.__struct_fields__, n=1)
+                hint = (
+                    f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PolicySection.__struct_fields__)}"
+                )
+                raise ConfigError(f"config key '{place}.{field[1]}' is unknown; {hint}") from error
         value = _at(merged, place) if place else merged
         subject = f"a name in {place} of {sorted(value)}" if match["names"] else f"config key {place}"
         shown = "" if match["names"] else f" is {value!r:.{_LONGEST_VALUE}}"
         raise ConfigError(f"{subject}{shown}: {problem[0].lower()}{problem[1:]}{_choices(schema, place)}") from error
+
+
+def _of_policy(policies: Mapping[str, Any], place: str) -> str:
+    """A place in each policy as that in the first one that is not as it should be."""
+    for name, policy in policies.items():
+        try:
+            msgspec.convert(policy, PolicySection)
+        except msgspec.ValidationError:
+            return place.replace(_EACH_POLICY, f"policies.{name}")
+    return place
 
 
 def _refuse_unusable(value: Any, name: str) -> None:

@@ -24,7 +24,7 @@ def dataset_of(data: Any, name: str) -> Sequence[Any] | None:
 
     Of a DataFrame (pandas, Polars) and a table (Arrow) they are the rows as dicts, of an array and a Series the
     values. Others are read by index, and stay as lazy as they are. Raises TaskError for what is no dataset, and naming
-    its place for the first of a list's tasks that is no JSON value.
+    its place for the first of a list's tasks that is no JSON value; of what is lazy the first task is looked at.
     """
     if data is None:
         return None
@@ -43,6 +43,8 @@ def dataset_of(data: Any, name: str) -> Sequence[Any] | None:
     if isinstance(rows, list | tuple):
         for index, task in enumerate(rows):
             check_task(task, f"task {index} of {name}")
+    elif len(rows):
+        check_task(rows[0], f"task 0 of {name}")  # the others, which may be slow to read, when they are asked for
     return rows if hasattr(rows, "__iter__") else _ByIndex(rows)
 
 

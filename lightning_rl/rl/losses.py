@@ -305,7 +305,7 @@ LOSSES: dict[str, Loss] = {
 def loss_named(name: str) -> Loss:
     """The loss of a `loss_mode`. Raises ValueError naming those there are, and for what is in `LOSSES` and is none."""
     if name not in LOSSES:
-        raise ValueError(f"loss_mode {name!r} is unknown; there are {', '.join(LOSSES)}")
+        raise ValueError(f"loss_mode {name!r} is unknown; there are {', '.join(LOSSES)}, bypass_mode")
     if not isinstance(LOSSES[name], Loss):
         raise ValueError(f"LOSSES[{name!r}] is {LOSSES[name]!r}; give Loss(function)")
     return LOSSES[name]

@@ -113,8 +113,8 @@ class Problems:
             raise InfrastructureFailed(
                 f"{when}: infrastructure failed on every attempt of all {len(errors)} rollouts, last in "
                 f"{trajectories[-1].rollout_id}:\n\n{last.type}: {message}\n\nMend it, and resume the run, which "
-                "samples them anew; to go on without them, set trainer.all_failed=go_on. All tracebacks are in "
-                f"{self._run_dir / 'runner-*.log'}"
+                "samples them anew; to go on without them, set trainer.all_failed=go_on. "
+                f"All {self._logs}"
             )
         unrewarded = self._rewards_count and all(trajectory.agent_failed for trajectory in trajectories)
         if lost or not errors or (len(errors) < len(trajectories) and not unrewarded):
@@ -127,7 +127,7 @@ class Problems:
         raise AllFailed(
             f"{when}: the agent failed in {many}, first in {first.rollout_id}:\n\n{text}"
             "\n\nMend the agent and begin a new run; to go on with failed rollouts, set trainer.all_failed=go_on. "
-            f"All tracebacks are in {self._run_dir / 'runner-*.log'}"
+            f"All {self._logs}"
         )
 
     def _check_successes(self, when: str, trajectories: Sequence[Trajectory]) -> None:
@@ -173,9 +173,16 @@ class Problems:
             counts["calls of others"], texts["calls of others"] = without, _CALLS_OF_OTHERS
         return {kind: (count, texts[kind]) for kind, count in counts.items()}
 
+    @property
+    def _logs(self) -> str:
+        """Where the tracebacks of agents are."""
+        names = "runner-*.log"
+        here = any(self._run_dir.glob(names))
+        return f"tracebacks are in {self._run_dir / names if here else names + ' where the runners run'}"
+
     def _of(self, trajectory: Trajectory) -> list[tuple[str, str]]:
         problems = []
-        logs = f"tracebacks are in {self._run_dir / 'runner-*.log'}"
+        logs = self._logs
         if trajectory.error is not None:
             message = _shown(trajectory.error.message.strip() or "(no message)", _LONGEST_MESSAGE)
             error = f"{trajectory.error.type}: {message}"

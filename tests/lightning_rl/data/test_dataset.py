@@ -57,6 +57,9 @@ def test_a_list_is_itself_and_what_is_lazy_stays_so() -> None:
     lazy = datasets.Dataset.from_list([{"a": 1}, {"a": 2}])
     assert dataset_of(tasks, "x") is tasks
     assert dataset_of(lazy, "x") is lazy
+    dated = datasets.Dataset.from_list([{"when": datetime.date(2026, 1, 2)}])
+    with pytest.raises(TaskError, match="task 0 of x is no JSON value"):
+        dataset_of(dated, "x")
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_one_error_of_many_rollouts_is_one_line(problems: Problems, caplog: pyte
     problems.report("step 2", [failed("rollout train-0-2-1 returned nan")])
     [text] = told(caplog)
     assert text.startswith("step 1: 2 of 2 rollouts failed in the agent and count as algorithm.agent_failure says: ")
-    assert "ValueError: rollout train-0-1-3 returned nan (tracebacks are in /run/runner-*.log)" in text
+    assert "ValueError: rollout train-0-1-3 returned nan (tracebacks are in runner-*.log where the runners run)" in text
 
 
 def test_ids_of_letters_make_no_other_error_of_one(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
