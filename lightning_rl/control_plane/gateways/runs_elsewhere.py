@@ -22,6 +22,7 @@ from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_proxy.recording.alerts import ALARMS
 
 _LOOK_SECONDS = 0.5
+_DOUBT_SECONDS = 4.0  # until a gateway that is gone has missed renewals of its lease
 _NOTICED_SECONDS = 30.0  # at most, until a gateway that is gone is known to be
 _log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class RunsElsewhere:
         self._fleet = fleet
         self._end = end
         self._paused: dict[str, PauseRequest] = {}  # by model
+        self._deserted_since: dict[str, float] = {}  # by model, by the loop's clock
         self._gone_since: dict[tuple[str, str], float] = {}  # by gateway and run, by the loop's clock
         self._to_end: dict[str, list[Overdue]] = {}  # attempts of runs that were given up
 
@@ -80,16 +82,26 @@ class RunsElsewhere:
         await self._give_up(runs, asked)
         waiting: dict[str, float] = {}  # by model, for how long
         for run in runs:
-            if self._fleet.may_be_gone(run.lease_left):
-                of_run = asked[run.gateway_id, run.run_id]
-                waiting |= dict.fromkeys([of_run.model, *of_run.more_models], of_run.lease_seconds + _NOTICED_SECONDS)
+            of_run = asked[run.gateway_id, run.run_id]
+            for model in (of_run.model, *of_run.more_models):
+                if self._may_be_without_trainer(model, run.lease_left):
+                    waiting[model] = of_run.lease_seconds + _NOTICED_SECONDS
         await self._go_on(waiting)
         for model, lease_seconds in waiting.items():
             await self._let_wait(model, lease_seconds)
 
+    def _may_be_without_trainer(self, model: str, lease_left: float) -> bool:
+        """Whether the engines of a model are all away, and its trainer may be gone with its gateway. At first that is
+        believed, since an agent's call comes again but for a second or two."""
+        if not self._is_deserted(model):
+            self._deserted_since.pop(model, None)
+            return False
+        since = self._deserted_since.setdefault(model, self._now())
+        return self._fleet.may_be_gone(lease_left) or self._now() - since < _DOUBT_SECONDS
+
     async def _let_wait(self, model: str, lease_seconds: float) -> None:
-        """Pause the calls of a model whose engines are all away: its trainer may be gone with its gateway."""
-        if self._is_deserted(model) and not self._pauses.is_paused(model):
+        """Pause the calls of a model, unless they wait already."""
+        if not self._pauses.is_paused(model):
             self._paused[model] = PauseRequest(model=model, mode="keep", lease_seconds=lease_seconds)
             try:
                 await self._pauses.pause(self._paused[model])

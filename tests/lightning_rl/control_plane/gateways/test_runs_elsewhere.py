@@ -101,23 +101,29 @@ def test_calls_wait_while_the_engines_of_a_run_elsewhere_are_away(here: Here) ->
     here.attach("there")
     here.away = {"policy": "it does not answer", "other": "nor does this one, of no run elsewhere"}
     here.looks()
-    assert not here.paused  # its trainer may speak to its gateway, which lives
-    here.looks(3)
+    assert list(here.paused) == ["policy"]  # at once: an agent's call comes again but for a second or two
+    here.looks(10)
     assert list(here.paused) == ["policy"]
     here.away = {}
     here.looks()
     assert not here.paused
 
 
-def test_calls_go_on_when_the_gateway_of_the_run_is_heard_of_again(here: Here) -> None:
-    """Its trainer lets calls wait where they are to."""
+def test_calls_go_on_where_the_gateway_of_the_run_is_heard_of(here: Here) -> None:
+    """Its trainer lets calls wait where they are to; else it is this gateway alone that does not reach the engines."""
     here.attach("there")
     here.away = {"policy": "it does not answer"}
-    here.looks()
-    assert "policy" in here.paused
+    for _ in range(4):
+        assert ("policy" in here.paused) == (here.now > 1000)
+        here.announce("there")
+        here.looks(1)
     here.announce("there")
-    here.looks()
+    here.looks(1)
     assert not here.paused
+    here.looks(1)
+    assert not here.paused
+    here.looks(10)  # and is not heard of any more
+    assert "policy" in here.paused
 
 
 def test_a_pause_that_the_trainer_makes_meanwhile_is_the_trainers(here: Here) -> None:
