@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_rl.rl.correction import importance_weights, weight_bounds
@@ -98,11 +99,16 @@ def tied(given: Batch) -> bool:
     return bool(covariances[taken - 1] - covariances[taken] < 1e-3)
 
 
+def alike(one: NDArray[np.float64], other: NDArray[np.float64]) -> bool:
+    """Whether log probabilities of a token are so near that ours take their difference for rounding; verl does not."""
+    return bool((np.abs(one - other) < 2e-4).any())
+
+
 @pytest.mark.parametrize("name", ANY_AGGREGATION)
 @given(SEEDS, AGGREGATIONS)
 def test_policy_losses(name: str, seed: int, mode: str) -> None:
     random = batch(seed)
-    assume(name != "kl_cov" or not tied(random))
+    assume(name != "kl_cov" or not (tied(random) or alike(random.new, random.old)))
     assert_same(ours(random, name, mode), verls(random, name, mode))
 
 
@@ -181,6 +187,7 @@ def test_value_loss(seed: int, mode: str, clip: float) -> None:
 @given(SEEDS, st.sampled_from([*KINDS, *(f"{kind}+" for kind in KINDS)]))
 def test_divergences(seed: int, kind: str) -> None:
     random = batch(seed)
+    assume(kind != "abs" or not alike(random.new, random.reference))
     own, theirs = (tensor(random.new, grad=True) for _ in range(2))
     found = kl_penalty(own, tensor(random.reference), kind)
     expected = core.kl_penalty(theirs, tensor(random.reference), kind)
