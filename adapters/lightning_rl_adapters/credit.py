@@ -322,12 +322,13 @@ def by_name(name: str, *, gamma: float = 1.0, step_weight: float = 1.0) -> Strat
 
 
 def _steps(forest: Forest, rewards: Rewards) -> dict[str, float]:
-    """What single calls were given, that of the end with that of the task's last call."""
+    """What single calls were given, the final reward with that of the task's last call; without one a penalty with that
+    of the last call that was rewarded, since others are compared with nobody."""
     steps = {call_id: math.fsum(named.values()) for call_id, named in rewards.of_calls.items()}
     steps = {call_id: steps[call_id] for call_id in forest.nodes if call_id in steps}
-    if rewards.final is not None or rewards.penalty:
-        for last in _of_task(forest)[-1:]:
-            steps[last] = steps.get(last, 0.0) + rewards.ending
+    bearing = _of_task(forest) if rewards.final is not None else list(steps)
+    for last in bearing[-1:]:
+        steps[last] = steps.get(last, 0.0) + rewards.ending
     return steps
 
 

@@ -272,7 +272,7 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
             "lrl.Agent"
         )
     parameters = list(inspect.signature(function).parameters.values())
-    if not parameters or parameters[0].kind is parameters[0].KEYWORD_ONLY:
+    if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
         raise AgentSignature(f"{called(function)} takes no task: its first parameter is the task, given by position")
     injected: dict[str, str] = {}
     for parameter in parameters[1:]:

@@ -56,6 +56,7 @@ class Attachment:
         self.began_ns = began_ns
         self.unregistered: list[dict[str, Any]] = []
         self.why_unregistered = ""
+        self._has_left = False
         self._session = session
         self._store = store
         self._run_id = run_id
@@ -93,12 +94,12 @@ class Attachment:
     def register_missing(self, away: Collection[str]) -> None:
         """Let the server use what is `unregistered`, where it is not at a URL in `away`, and the server reaches it."""
         unregistered, self.why_unregistered = [], ""
-        for engine in self.unregistered if not self._ended.is_set() else ():
+        for engine in self.unregistered if not self._has_left else ():
             try:
                 if engine.get("url") in away:
                     raise Conflict("it does not have the present weights")
                 info = _register(self._store, engine)
-                if self._ended.is_set():  # the run has left meanwhile, and its engines with it
+                if self._has_left:  # meanwhile, and its engines with it
                     self._store.remove_engine(info["engine_id"])
             except StoreError as error:
                 unregistered.append(engine)
@@ -114,6 +115,7 @@ class Attachment:
 
     def detach(self) -> None:
         """Take the run and its engines from the server."""
+        self._has_left = True
         self.close()
         self._renewing.join()
         with contextlib.suppress(StoreError):  # a server that is gone, or started anew, has none of it

@@ -33,6 +33,7 @@ class RunServer:
         self.late_rewards: dict[tuple[str, str], Sequence[Reward]] = {}  # given while it was gone
         self.polled: set[str] = set()
         self.poll: Future[list[Rollout]] | None = None
+        self.join_level = logging.WARNING  # at which it is told that it could not be joined
         self.registering: Future[None] | None = None
         self._registered_at = -JOIN_SECONDS  # or tried
         self._joined_at = -JOIN_SECONDS  # or tried

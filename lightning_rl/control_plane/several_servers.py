@@ -311,11 +311,12 @@ class SeveralServers:
         try:
             attachment = joining.result()
         except Unreachable as error:
-            _log.warning("the run is not attached to %s yet: %s", server.store.url, error)
+            _log.log(server.join_level, "the run is not attached to %s yet: %s", server.store.url, error)
+            server.join_level = logging.INFO  # once is enough
             return
         with self._lock:
             server.attachment.close()
-            server.attachment, server.gone = attachment, False
+            server.attachment, server.gone, server.join_level = attachment, False, logging.WARNING
             here = self._rollouts.ask_again(server)
         _log.warning("the server at %s is there again; %d rollouts go on there", server.store.url, here)
 

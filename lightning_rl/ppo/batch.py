@@ -37,6 +37,9 @@ from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.credit import GROUP, Credit, CreditError, Rewards, Strategy
 from lightning_rl_adapters.span import pack_logprobs
 
+_OVERLONG, _KL = "overlong_penalty", "kl_penalty"  # among the named rewards
+_PENALTIES = (_OVERLONG, _KL)
+
 
 @dataclass(frozen=True, kw_only=True)
 class BatchRules:
@@ -260,16 +263,22 @@ def _shaped(trajectory: Trajectory, buffer: OverlongBuffer | None) -> RolloutPar
     if buffer is None or trajectory.reward is None:
         return RolloutPart(trajectory, trajectory.reward, rewards)
     penalty = buffer.penalty(trajectory.forest)
-    rewards = credit.with_penalty(rewards, "overlong_penalty", penalty)
+    rewards = credit.with_penalty(rewards, _OVERLONG, penalty)
     return RolloutPart(trajectory, trajectory.reward + penalty, rewards, penalty)
 
 
-def _compared(part: RolloutPart, names: Collection[str]) -> dict[str, float]:
-    """The rewards that an estimator compares by `names`; an agent that raised an error counts as such under each."""
-    final = part.trajectory.rewards.final
-    if final is None or not part.trajectory.agent_failed or part.trajectory.error is None:
-        return part.rewards.named
-    return dict.fromkeys(names, final) | part.rewards.named
+def _compared(parts: Sequence[RolloutPart], names: Collection[str]) -> list[dict[str, float]]:
+    """The rewards of each that an estimator may compare, those of `names` and others. An agent that failed counts as
+    failures do; one that raised an error does under every name."""
+    given = {name for part in parts for name in part.rewards.named} | {*names, credit.FINAL}
+    compared = []
+    for part in parts:
+        final, failed = part.trajectory.rewards.final, part.trajectory.agent_failed
+        filled: set[str] = set()
+        if failed and final is not None:
+            filled = {credit.FINAL} if part.trajectory.error is None else given.difference(_PENALTIES)
+        compared.append(part.rewards.named | dict.fromkeys(sorted(filled), final or 0.0))
+    return compared
 
 
 def _lower_by_kl(batch: StepBatch, rules: BatchRules, *, by_token: bool) -> None:
@@ -289,7 +298,7 @@ def _lower_by_kl(batch: StepBatch, rules: BatchRules, *, by_token: bool) -> None
         if by_token:
             part.of_tokens = _on_answers(part, part.of_calls([-rules.kl_coef * distance for distance in distances]))
         else:
-            part.rewards = credit.with_penalty(part.rewards, "kl_penalty", part.kl_penalty)
+            part.rewards = credit.with_penalty(part.rewards, _KL, part.kl_penalty)
     batch.kl, batch.kl_coef = mean(np.asarray(means)) if means else None, rules.kl_coef
 
 
@@ -336,7 +345,7 @@ def _estimate_calls(
             {call_id: len(node.call.response_ids) for call_id, node in part.trajectory.forest.nodes.items()}
             for part in rewarded
         ],
-        named=[_compared(part, rules.settings.reward_weights) for part in rewarded],
+        named=_compared(rewarded, rules.settings.reward_weights),
         greedy=None if greedy is None else [greedy.get(part.trajectory.group_id, math.nan) for part in rewarded],
     )
     for part, of_rollout in zip(rewarded, estimates, strict=True):

@@ -232,7 +232,8 @@ class Peers(Alone):
         answers = await asyncio.gather(here, *others, return_exceptions=True)
         failures = [each for each in answers if isinstance(each, BaseException)]
         if failures:
-            await self.resume(ResumeRequest(model=request.model))
+            if not self._pauses.is_replaced(request):
+                await self.resume(ResumeRequest(model=request.model))
             raise Conflict("; ".join(map(str, failures)))
 
     async def resume(self, request: ResumeRequest) -> None:

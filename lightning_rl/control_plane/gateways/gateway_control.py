@@ -172,6 +172,11 @@ class Pauses:
         """Whether that is what its model is paused by."""
         return self._latest.get(request.model) is request
 
+    def is_replaced(self, request: PauseRequest) -> bool:
+        """Whether another pause of its model has come since."""
+        latest = self._latest.get(request.model)
+        return latest is not None and latest is not request
+
     def is_paused(self, model: str) -> bool:
         """Whether calls of the model wait; not where nothing ever served it."""
         now = self._gateway.state()["models"].get(model)

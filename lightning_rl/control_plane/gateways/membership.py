@@ -108,7 +108,7 @@ class Membership:
 
     def may_be_gone(self, lease_left: float) -> bool:
         """Whether a gateway with so much of its lease left has missed two renewals, so that it may be gone."""
-        return lease_left < self._lease_seconds - 2 * self._every_seconds
+        return lease_left < self._lease_seconds - 2 * self._every_seconds - APART_SECONDS
 
     async def may_end(self, overdue: Sequence[Overdue]) -> set[str]:
         """The ids of those of the attempts that this gateway may end."""

@@ -69,6 +69,7 @@ class _Attached:
     def __init__(self, request: RunRequest, *, before: bool = False) -> None:
         self.request = request
         self.before = before
+        self.given_up = False
         self.heard_at = self.confirmed_at = asyncio.get_running_loop().time()
         self.pauses: dict[str, PauseRequest] = {}  # by model, made since its trainer is silent
 
@@ -176,8 +177,9 @@ class Runs:
         if (remaining <= 0 or run.before) and not await self._is_remembered(run_id):
             self._drop(run_id, run)
         elif remaining <= 0:
-            ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
-            run.before = True  # whatever is ended now: its trainer is to attach it again
+            if not run.given_up:
+                ALARMS.error("run %s was not heard of for %g s: it is given up", run_id, request.lease_seconds)
+            run.given_up = run.before = True  # whatever is ended now: its trainer is to attach it again
             await self._clear(run_id, request.models, run)
             self._drop(run_id, run)
         elif run.before:

@@ -22,7 +22,7 @@ from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_proxy.recording.alerts import ALARMS
 
 _LOOK_SECONDS = 0.5
-_DOUBT_SECONDS = 4.0  # until a gateway that is gone has missed renewals of its lease
+_DOUBT_SECONDS = 7.0  # until a gateway that is gone has missed renewals of its lease
 _NOTICED_SECONDS = 30.0  # at most, until a gateway that is gone is known to be
 _log = logging.getLogger(__name__)
 
@@ -78,17 +78,18 @@ class RunsElsewhere:
         """Let calls wait, or go on, and give up what is to be."""
         await self._go_on(self._paused.keys())
         runs = await self._sql.run(self._store.runs_elsewhere, self._together.gateway_id)
-        asked = {(run.gateway_id, run.run_id): msgspec.json.decode(run.request, type=_Asked) for run in runs}
-        await self._give_up(runs, asked)
+        asked = {(run.gateway_id, run.run_id): request for run in runs if (request := _asked(run)) is not None}
         waiting: dict[str, float] = {}  # by model, for how long
         for run in runs:
-            of_run = asked[run.gateway_id, run.run_id]
+            if (of_run := asked.get((run.gateway_id, run.run_id))) is None:
+                continue
             for model in (of_run.model, *of_run.more_models):
                 if self._may_be_without_trainer(model, run.lease_left):
                     waiting[model] = of_run.lease_seconds + _NOTICED_SECONDS
         await self._go_on(waiting)
         for model, lease_seconds in waiting.items():
             await self._let_wait(model, lease_seconds)
+        await self._give_up(runs, asked)
 
     def _may_be_without_trainer(self, model: str, lease_left: float) -> bool:
         """Whether the engines of a model are all away, and its trainer may be gone with its gateway. At first that is
@@ -155,3 +156,11 @@ class RunsElsewhere:
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
+
+
+def _asked(run: RunElsewhere) -> _Asked | None:
+    try:
+        return msgspec.json.decode(run.request, type=_Asked)
+    except msgspec.DecodeError as error:  # of a release whose requests are others
+        _log.warning("run %s at gateway %s is left to it: %s", run.run_id, run.gateway_id, error)
+        return None

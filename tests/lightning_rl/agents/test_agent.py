@@ -313,6 +313,7 @@ def by_keyword(*, task: Any) -> float:
     [
         (Calls, "Calls is a class: give an object of it, which is called with a task"),
         (by_keyword, "by_keyword takes no task: its first parameter is the task, given by position"),
+        (lambda **task: 1.0, "takes no task: its first parameter is the task, given by position"),
     ],
 )
 def test_what_cannot_be_called_with_a_task_is_refused(agent: Any, problem: str) -> None:

@@ -451,7 +451,10 @@ def test_a_penalty_on_rewards_of_calls_moves_no_branch_of_a_fork_against_another
     lowered = credit.with_penalty(plain, "overlong_penalty", -0.5)
     assert credit.counting(lowered) == 0.5
     assert credit.leave_one_out(fork, lowered) == credit.leave_one_out(fork, plain)
-    assert credit.assign(credit.per_step, fork, lowered)["c2"].reward == -0.5
+    for name in ("per_step", "return_to_go"):
+        steps = credit.assign(credit.by_name(name), fork, lowered)
+        assert steps.keys() == credit.assign(credit.by_name(name), fork, plain).keys()  # nobody is compared newly
+        assert steps["c1"].reward == 0.5
     ends = tree_of(fork, lowered, [np.arange(2)] * 3, of_tokens={}).rewards
     assert [each[-1] for each in ends] == [0.0, 0.5, -0.5]
 
@@ -466,6 +469,10 @@ def test_a_failed_agent_counts_as_the_rule_says_in_whatever_is_compared() -> Non
     batch = build([failed, rollout("b", make_call(0, None))], BatchRules(strategy=credit.per_step))
     assert batch.parts[0].credits == {"c1": credit.Credit(-5.0)}  # and not what its calls were given before it failed
     others = [rollout("b", make_call(0, None), reward=0.0), rollout("c", make_call(0, None), reward=1.0)]
+    silent = trajectory_of(trace([make_call(0, None)], counting=0, reward=None), agent_failure=-5.0)
+    rules = BatchRules(estimator=ESTIMATORS["gdpo"], reward_weights={"reward": 1.0})
+    found = [max(each) for each in advantages(build([silent, *others], rules))]
+    assert found[0] < min(found[1:])
     for names in ("reward", "correct"):
         rules = BatchRules(estimator=ESTIMATORS["gdpo"], reward_weights={names: 1.0})
         found = [max(each) for each in advantages(build([failed, *others], rules))]

@@ -113,7 +113,7 @@ def test_calls_go_on_where_the_gateway_of_the_run_is_heard_of(here: Here) -> Non
     """Its trainer lets calls wait where they are to; else it is this gateway alone that does not reach the engines."""
     here.attach("there")
     here.away = {"policy": "it does not answer"}
-    for _ in range(4):
+    for _ in range(7):
         assert ("policy" in here.paused) == (here.now > 1000)
         here.announce("there")
         here.looks(1)
@@ -213,6 +213,14 @@ def test_what_ran_is_ended_when_its_gateway_can_seal_it(here: Here) -> None:
     assert here.claimed() == []
     here.looks()
     assert len(here.ended) == 1
+
+
+def test_a_run_whose_request_cannot_be_read_keeps_no_other_from_being_looked_after(here: Here) -> None:
+    here.store.remember_run("there", "odd", '{"model": 7}')
+    here.attach("there")
+    here.away = {"policy": "it does not answer"}
+    here.looks(70)
+    assert [run.run_id for run in here.store.runs_elsewhere("here")] == ["odd"]
 
 
 def test_an_engine_that_cannot_be_frozen_keeps_no_run_from_being_given_up(here: Here) -> None:
