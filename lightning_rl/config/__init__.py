@@ -400,10 +400,9 @@ def _checked(merged: Any, schema: type[C]) -> C:
         if place.startswith(_EACH_POLICY):
             place = _of_policy(merged["policies"], place)
             if field := _UNKNOWN.fullmatch(problem):
-                near = difflib.get_close_matches(field[1], PolicySection.__struct_fields__, n=1)
-                hint = (
-                    f"did you mean {near[0]!r}?" if near else f"there are {', '.join(PolicySection.__struct_fields__)}"
-                )
+                names = PolicySection.__struct_fields__
+                near = _nearest(field[1], frozenset(names))
+                hint = f"did you mean {near}?" if near else f"there are {', '.join(names)}"
                 raise ConfigError(f"config key '{place}.{field[1]}' is unknown; {hint}") from error
         value = _at(merged, place) if place else merged
         subject = f"a name in {place} of {sorted(value)}" if match["names"] else f"config key {place}"

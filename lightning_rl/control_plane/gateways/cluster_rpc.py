@@ -133,6 +133,11 @@ class Alone:
         """The token engines of a model that are registered here."""
         return self._engines.of(model)
 
+    def is_deserted(self, model: str) -> bool:
+        """Whether a model has token engines here, and all of them are away."""
+        engines = [self.engine(info) for info in self.engines_of(model)]
+        return bool(engines) and all(each.away for each in engines)
+
     async def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
         """What engines handed over for the attempts at these rollouts, by attempt id, as far as is remembered."""
         return self._gateway.tokens_of(rollout_ids)
@@ -232,7 +237,7 @@ class Peers(Alone):
         answers = await asyncio.gather(here, *others, return_exceptions=True)
         failures = [each for each in answers if isinstance(each, BaseException)]
         if failures:
-            if not self._pauses.is_replaced(request):
+            if not self._pauses.is_replaced(request):  # else somebody else's pause is there since
                 await self.resume(ResumeRequest(model=request.model))
             raise Conflict("; ".join(map(str, failures)))
 

@@ -155,7 +155,7 @@ class Pauses:
         try:
             await self._gateway.pause(request.model, request.deadline_seconds if request.mode == "drain" else 0)
         except (EngineUnavailable, EngineRefused) as error:
-            if self.holds(request):  # else somebody else's pause is there since
+            if not self.is_replaced(request):  # else somebody else's pause is there since
                 await self.resume(ResumeRequest(model=request.model))
             raise Conflict(str(error)) from error
 

@@ -214,7 +214,7 @@ class Runs:
         try:
             await self._together.pause(run.pauses[model])
         except StoreError:
-            del run.pauses[model]
+            run.pauses.pop(model, None)  # a heartbeat may have taken them
             raise
 
     async def _is_deserted(self, model: str) -> bool:
@@ -222,8 +222,7 @@ class Runs:
         with contextlib.suppress(TimeoutError):  # one that hangs is found out by its checks
             async with asyncio.timeout(_LOOK_SECONDS):
                 await self._gateway.check()
-        engines = [self._together.engine(info) for info in self._together.engines_of(model)]
-        return bool(engines) and all(each.away for each in engines) and not self._pauses.is_paused(model)
+        return self._together.is_deserted(model) and not self._pauses.is_paused(model)
 
     async def _clear(self, run_id: str, models: Sequence[str], former: _Attached | None = None) -> None:
         """End what a run has here; of one that was attached as `former` unless it is so anew, here or elsewhere."""

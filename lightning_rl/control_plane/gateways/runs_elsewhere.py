@@ -7,7 +7,7 @@ attached again.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 
 import msgspec
 from sqlalchemy.exc import SQLAlchemyError
@@ -77,24 +77,22 @@ class RunsElsewhere:
     async def look(self) -> None:
         """Let calls wait, or go on, and give up what is to be."""
         await self._go_on(self._paused.keys())
-        runs = await self._sql.run(self._store.runs_elsewhere, self._together.gateway_id)
-        asked = {(run.gateway_id, run.run_id): request for run in runs if (request := _asked(run)) is not None}
+        found = await self._sql.run(self._store.runs_elsewhere, self._together.gateway_id)
+        runs = [(run, asked) for run in found if (asked := _asked(run)) is not None]
         waiting: dict[str, float] = {}  # by model, for how long
-        for run in runs:
-            if (of_run := asked.get((run.gateway_id, run.run_id))) is None:
-                continue
-            for model in (of_run.model, *of_run.more_models):
+        for run, asked in runs:
+            for model in (asked.model, *asked.more_models):
                 if self._may_be_without_trainer(model, run.lease_left):
-                    waiting[model] = of_run.lease_seconds + _NOTICED_SECONDS
+                    waiting[model] = asked.lease_seconds + _NOTICED_SECONDS
         await self._go_on(waiting)
         for model, lease_seconds in waiting.items():
             await self._let_wait(model, lease_seconds)
-        await self._give_up(runs, asked)
+        await self._give_up(runs)
 
     def _may_be_without_trainer(self, model: str, lease_left: float) -> bool:
         """Whether the engines of a model are all away, and its trainer may be gone with its gateway. At first that is
         believed, since an agent's call comes again but for a second or two."""
-        if not self._is_deserted(model):
+        if not self._together.is_deserted(model):
             self._deserted_since.pop(model, None)
             return False
         since = self._deserted_since.setdefault(model, self._now())
@@ -112,33 +110,31 @@ class RunsElsewhere:
     async def _go_on(self, models: Collection[str]) -> None:
         """End the pauses that nothing needs any more."""
         for model, pause in list(self._paused.items()):
-            if model not in models or not self._is_deserted(model):
+            if model not in models or not self._together.is_deserted(model):
                 del self._paused[model]
                 if self._pauses.holds(pause):
                     await self._pauses.resume(ResumeRequest(model=model))
 
-    def _is_deserted(self, model: str) -> bool:
-        engines = [self._together.engine(info) for info in self._together.engines_of(model)]
-        return bool(engines) and all(each.away for each in engines)
-
-    async def _give_up(self, runs: Sequence[RunElsewhere], asked: dict[tuple[str, str], _Asked]) -> None:
-        now, live = self._now(), await self._of_live(runs)
-        self._gone_since = {name: self._gone_since.get(name, now) for name in asked if name not in live}
-        for gateway_id, run_id in self._gone_since:
-            if now - self._gone_since[gateway_id, run_id] > asked[gateway_id, run_id].lease_seconds:
-                running = await self._sql.run(self._store.abandon_run, gateway_id, run_id)
+    async def _give_up(self, runs: "Sequence[tuple[RunElsewhere, _Asked]]") -> None:
+        now, gone = self._now(), await self._gone(run for run, _ in runs)
+        self._gone_since = {name: self._gone_since.get(name, now) for name in gone}
+        for run, asked in runs:
+            since = self._gone_since.get((run.gateway_id, run.run_id), now)
+            if now - since > asked.lease_seconds:
+                running = await self._sql.run(self._store.abandon_run, run.gateway_id, run.run_id)
                 if running is not None:
-                    ALARMS.error("run %s is not attached again, and its gateway is gone: it is given up", run_id)
-                    self._to_end[run_id] = running
+                    ALARMS.error("run %s is not attached again, and its gateway is gone: it is given up", run.run_id)
+                    self._to_end[run.run_id] = running
         for run_id in list(self._to_end):
             await self._end_attempts(run_id)
 
-    async def _of_live(self, runs: Sequence[RunElsewhere]) -> set[tuple[str, str]]:
-        """Those whose gateways live, or of which nobody can say that they do not."""
-        if not runs or not self._fleet.knows_who_is_gone:
-            return {(run.gateway_id, run.run_id) for run in runs}
+    async def _gone(self, runs: Iterable[RunElsewhere]) -> set[tuple[str, str]]:
+        """Those whose gateway is gone, by gateway and id; none while nobody can say."""
+        names = {(run.gateway_id, run.run_id) for run in runs}
+        if not names or not self._fleet.knows_who_is_gone:
+            return set()
         live = {each.gateway_id for each in await self._fleet.live()}
-        return {(run.gateway_id, run.run_id) for run in runs if run.gateway_id in live}
+        return {name for name in names if name[0] not in live}
 
     async def _end_attempts(self, run_id: str) -> None:
         """End what ran of a run when it was given up; it may be attached again by now."""
@@ -162,5 +158,5 @@ def _asked(run: RunElsewhere) -> _Asked | None:
     try:
         return msgspec.json.decode(run.request, type=_Asked)
     except msgspec.DecodeError as error:  # of a release whose requests are others
-        _log.warning("run %s at gateway %s is left to it: %s", run.run_id, run.gateway_id, error)
+        _log.debug("run %s at gateway %s is left to it: %s", run.run_id, run.gateway_id, error)
         return None

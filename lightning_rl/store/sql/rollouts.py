@@ -138,8 +138,7 @@ class RolloutOperations(ResourceOperations):
     def shelve_abandoned(self, connection: sa.Connection, run_id: str) -> None:
         """`shelve` what has come to be queued again of a run that was abandoned, unless it is attached again."""
         self._hold_run(connection, run_id)
-        anywhere = schema.meta.c.key.startswith(_RUN) & schema.meta.c.key.endswith(f":{run_id}", autoescape=True)
-        if connection.scalar(sa.select(schema.meta.c.key).where(anywhere)) is None:
+        if connection.scalar(sa.select(schema.meta.c.key).where(_is_of_run(run_id))) is None:
             self._shelve(connection, run_id)
 
     def _shelve(self, connection: sa.Connection, run_id: str) -> None:
@@ -168,9 +167,7 @@ class RolloutOperations(ResourceOperations):
         """Keep that a training run is attached at this gateway and at no other one, and the request with which it is.
         `gateway_id` is "" where a store has one server."""
         self._hold_run(connection, run_id)
-        key = schema.meta.c.key
-        elsewhere = key.startswith(_RUN) & key.endswith(f":{run_id}", autoescape=True)
-        connection.execute(sa.delete(schema.meta).where(elsewhere))
+        connection.execute(sa.delete(schema.meta).where(_is_of_run(run_id)))
         connection.execute(sa.insert(schema.meta), {"key": f"{_RUN}{gateway_id}:{run_id}", "value": request})
 
     @writes
@@ -258,3 +255,9 @@ class RolloutOperations(ResourceOperations):
             "attempt_count": 0,
             "created_at": self._clock(),
         }
+
+
+def _is_of_run(run_id: str) -> sa.ColumnElement[bool]:
+    """Of the entries of `meta` those that say at which gateway a run is attached."""
+    key = schema.meta.c.key
+    return key.startswith(_RUN) & key.endswith(f":{run_id}", autoescape=True)

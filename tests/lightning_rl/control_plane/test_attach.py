@@ -257,3 +257,20 @@ def test_calls_wait_for_a_trainer_that_is_silent_and_its_engines_with_it(
     assert paused(), "only the pause that was made for it ends with its silence"
     store.end_run("quiet")
     assert not paused()
+
+
+def test_an_engine_whose_registration_outlasts_the_run_is_taken_out_again(store: HttpStore) -> None:
+    attachment = attach.attach(store, "r-late", endpoint(served_as="p-late"), lease_seconds=60)
+    register = store.register_engine
+
+    def register_late(*args: Any, **fields: Any) -> dict[str, Any]:
+        attachment.detach()  # the run ends while the server looks at the engine
+        return register(*args, **fields)
+
+    attachment.unregistered = [engine("p-late")]
+    store.register_engine = register_late  # type: ignore[method-assign]
+    try:
+        attachment.register_missing(())
+    finally:
+        del store.register_engine  # type: ignore[attr-defined]
+    assert "p-late" not in models(store)

@@ -479,6 +479,24 @@ def test_a_failed_agent_counts_as_the_rule_says_in_whatever_is_compared() -> Non
         assert found[0] < min(found[1:])
 
 
+def test_what_a_failure_counts_as_is_no_penalty() -> None:
+    step = [rollout("a", make_call(0, None, response=8)), rollout("b", make_call(0, None), reward=0.0)]
+    recorded = trace([make_call(0, None)], counting=0, status="failed", reward=None)
+    error = ErrorInfo(type="ValueError", message="no")
+    step.append(trajectory_of(replace(recorded, rollout=replace(recorded.rollout, error=error)), agent_failure=-5.0))
+    names = {"reward": 1.0, "overlong_penalty": 1.0}
+    buffer = OverlongBuffer(max_length=10, length=4)
+    compared: list[Outcomes] = []
+
+    def estimator(outcomes: Outcomes, settings: BaselineSettings) -> Baselines:
+        compared.append(outcomes)
+        return ESTIMATORS["grpo"].function(outcomes, settings)
+
+    build(step, BatchRules(estimator=estimator, reward_weights=names, overlong_buffer=buffer))
+    assert compared[0].named["reward"].tolist() == [1.0, 0.0, -5.0]
+    assert compared[0].named["overlong_penalty"].tolist() == [-0.5, 0.0, 0.0]
+
+
 def test_the_penalty_can_be_compared_as_a_reward_of_its_own() -> None:
     buffer = OverlongBuffer(max_length=10, length=4)
     step = [rollout("a", make_call(0, None, response=8)), rollout("b", make_call(0, None, response=2))]

@@ -1,4 +1,4 @@
-"""A run that attaches again in the very moment in which it is given up."""
+"""A run that attaches again, here or at another gateway, while it is given up or ended here."""
 
 import asyncio
 from contextlib import closing
@@ -29,6 +29,24 @@ class SlowStore:
         return work(*args, **keywords)
 
 
+async def at_once(work: Any, *args: Any, **keywords: Any) -> Any:
+    return work(*args, **keywords)
+
+
+async def end_nothing(overdue: Any) -> list[Any]:
+    return []
+
+
+def server(gateway_id: str, **more: Any) -> Any:
+    """All that runs need of a server beside its store: thread, gateway, pauses, and what others do."""
+    quiet = {"engines_of": lambda model: [], "is_paused": lambda model: False, "now_ns": lambda: 1}
+    return SimpleNamespace(**{"gateway_id": gateway_id, "run": at_once} | quiet | more)
+
+
+def runs_of(store: SqlStore, at: Any, end: Any = end_nothing) -> Runs:
+    return Runs(store, at, at, at, at, model="m", end=end)
+
+
 def test_a_run_that_attaches_again_while_it_is_given_up_stays(tmp_path: Path) -> None:
     asyncio.run(_attach_while_given_up(tmp_path))
 
@@ -39,16 +57,10 @@ async def _attach_while_given_up(tmp_path: Path) -> None:
     async def remove(engine_id: str) -> None:
         removed.append(engine_id)
 
-    async def end(overdue: Any) -> list[Any]:
-        return []
-
-    engine = SimpleNamespace(engine_id="e1")
-    together: Any = SimpleNamespace(gateway_id="", engines_of=lambda model: [engine], remove_engine=remove)
-    pauses: Any = SimpleNamespace(is_paused=lambda model: False)
-    gateway: Any = SimpleNamespace(now_ns=lambda: 1)
-    thread: Any = SlowStore()
+    engine, thread = SimpleNamespace(engine_id="e1"), SlowStore()
+    at = server("", run=thread.run, engines_of=lambda model: [engine], remove_engine=remove)
     with closing(SqlStore(f"sqlite:///{tmp_path}/store.db")) as store:
-        runs = Runs(store, thread, gateway, pauses, together, model="m", end=end)
+        runs = runs_of(store, at)
         await runs.begin("r", RunRequest(model="policy", lease_seconds=1e-3))
         watching = asyncio.create_task(runs.watch())
         await thread.looked.wait()  # its lease is over, and it is about to be given up
@@ -71,18 +83,8 @@ def test_a_run_that_another_gateway_has_since_is_told_so(tmp_path: Path, monkeyp
 
 
 async def _attach_elsewhere(tmp_path: Path) -> None:
-    async def run(work: Any, *args: Any, **keywords: Any) -> Any:
-        return work(*args, **keywords)
-
-    async def end(overdue: Any) -> list[Any]:
-        return []
-
-    together: Any = SimpleNamespace(gateway_id="one", engines_of=lambda model: [])
-    pauses: Any = SimpleNamespace(is_paused=lambda model: False)
-    gateway: Any = SimpleNamespace(now_ns=lambda: 1)
-    thread: Any = SimpleNamespace(run=run)
     with closing(SqlStore(f"sqlite:///{tmp_path}/store.db")) as store:
-        runs = Runs(store, thread, gateway, pauses, together, model="m", end=end)
+        runs = runs_of(store, server("one"))
         await runs.begin("r", RunRequest(model="policy"))
         watching = asyncio.create_task(runs.watch())
         await asyncio.sleep(0.05)
@@ -104,9 +106,6 @@ def test_a_run_that_is_given_up_hears_it_though_its_attempts_cannot_be_sealed_ye
 
 
 async def _give_up_late(tmp_path: Path) -> None:
-    async def run(work: Any, *args: Any, **keywords: Any) -> Any:
-        return work(*args, **keywords)
-
     async def end(overdue: Any) -> list[Any]:
         return store.expire(overdue)
 
@@ -116,13 +115,9 @@ async def _give_up_late(tmp_path: Path) -> None:
 
     async def seal(rollout_id: str, attempt_id: str) -> None: ...
 
-    refused = asyncio.Event()
-    together: Any = SimpleNamespace(gateway_id="", engines_of=lambda model: [], seal=refuse)
-    pauses: Any = SimpleNamespace(is_paused=lambda model: False)
-    gateway: Any = SimpleNamespace(now_ns=lambda: 1)
-    thread: Any = SimpleNamespace(run=run)
+    refused, at = asyncio.Event(), server("", seal=refuse)
     with closing(SqlStore(f"sqlite:///{tmp_path}/store.db")) as store:
-        runs = Runs(store, thread, gateway, pauses, together, model="m", end=end)
+        runs = runs_of(store, at, end)
         await runs.begin("r", RunRequest(model="policy", lease_seconds=1e-3))
         store.enqueue([RolloutRequest(task=1, rollout_id=name) for name in ("a.r", "b.r")])
         store.claim("w", limit=1)
@@ -130,7 +125,7 @@ async def _give_up_late(tmp_path: Path) -> None:
         await refused.wait()
         with pytest.raises(Conflict, match="run r is not attached here"):
             await runs.heartbeat("r")
-        together.seal = seal
+        at.seal = seal
         while runs._attached:
             await asyncio.sleep(0.001)
         assert store.claim("w", limit=9) == []
@@ -140,17 +135,8 @@ async def _give_up_late(tmp_path: Path) -> None:
 
 def test_the_end_of_a_run_leaves_what_another_gateway_has_of_it(tmp_path: Path) -> None:
     async def scenario() -> list[str]:
-        async def run(work: Any, *args: Any, **keywords: Any) -> Any:
-            return work(*args, **keywords)
-
-        nothing: Any = SimpleNamespace(run=run, gateway_id="one", now_ns=lambda: 1)
-        nothing.engines_of, nothing.is_paused = lambda model: [], lambda model: False
-
-        async def end(overdue: Any) -> list[Any]:
-            return []
-
         with closing(SqlStore(f"sqlite:///{tmp_path}/store.db")) as store:
-            runs = Runs(store, nothing, nothing, nothing, nothing, model="m", end=end)
+            runs = runs_of(store, server("one"))
             await runs.begin("r", RunRequest(model="policy"))
             store.remember_run("two", "r", "{}")
             store.enqueue([RolloutRequest(task=1, rollout_id="a.r")])

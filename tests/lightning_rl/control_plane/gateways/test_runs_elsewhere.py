@@ -3,7 +3,6 @@ gateway is gone for long is given up, unless it is attached again."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,8 +14,6 @@ from lightning_rl.control_plane.gateways.runs_elsewhere import RunsElsewhere
 from lightning_rl.store.contract import GatewayInfo, Overdue, RolloutRequest
 from lightning_rl.store.errors import Conflict, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
-
-MODELS = ("policy", "other")
 
 
 class Here:
@@ -36,11 +33,8 @@ class Here:
     async def run(self, work: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
         return work(*args, **keywords)
 
-    def engines_of(self, model: str) -> list[str]:
-        return [model] if model in MODELS else []
-
-    def engine(self, model: str) -> Any:
-        return SimpleNamespace(away=self.away.get(model))
+    def is_deserted(self, model: str) -> bool:
+        return self.away.get(model) is not None
 
     async def live(self) -> list[GatewayInfo]:
         return self.store.gateways.live()

@@ -49,6 +49,21 @@ class Servers:
     def forget(self, control: Control) -> None:
         self.unknowing.discard(control.url)  # it is told when it is given weights
 
+    def hang(self, *urls: str) -> threading.Event:
+        """From now on these servers answer when the event is set, and then with nothing; one was asked already."""
+        ask, asked, ends = self.ask, threading.Event(), threading.Event()
+
+        def wait(control: Control) -> str:
+            if control.url in urls:
+                asked.set()
+                ends.wait(10)
+                raise Unreached("it does not answer")
+            return ask(control)
+
+        self.ask = wait  # type: ignore[method-assign]
+        assert asked.wait(10)
+        return ends
+
     # As a policy.
 
     def has_weights(self, control: Control) -> bool:
@@ -237,17 +252,9 @@ def test_a_server_that_waits_for_weights_in_training_is_not_silent(
 
 def test_an_update_does_not_wait_for_a_look_at_a_server_that_hangs(watched: Watched) -> None:
     servers, replicas = watched("http://a", "http://b")
-    hangs, asked = threading.Event(), threading.Event()
     servers.end("http://b")
     until(lambda: replicas.members[1].away)
-
-    def hang(control: Control) -> str:
-        asked.set()
-        hangs.wait(10)
-        raise Unreached("it does not answer")
-
-    servers.ask = hang  # type: ignore[method-assign]
-    assert asked.wait(10)
+    hangs = servers.hang("http://a", "http://b")
     assert replicas.lock.acquire(timeout=5)
     replicas.lock.release()
     hangs.set()
@@ -335,15 +342,7 @@ def test_a_run_whose_only_server_refuses_ends_when_the_other_has_been_away_for_l
 def test_a_look_that_ends_after_the_run_tells_nobody(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_HANGS_SECONDS", 0.01)
     servers, replicas = watched("http://a")
-    hangs, asked = threading.Event(), threading.Event()
-
-    def hang(control: Control) -> str:
-        asked.set()
-        hangs.wait(10)
-        raise Unreached("it does not answer")
-
-    servers.ask = hang  # type: ignore[method-assign]
-    assert asked.wait(10)
+    hangs = servers.hang("http://a")
     replicas.close()
     hangs.set()
     until(lambda: not any(watcher.is_alive() for watcher in replicas._watchers))
@@ -352,16 +351,7 @@ def test_a_look_that_ends_after_the_run_tells_nobody(watched: Watched, monkeypat
 
 def test_while_one_server_hangs_the_end_of_another_is_seen(watched: Watched) -> None:
     servers, replicas = watched("http://a", "http://b", "http://c")
-    ask, hangs, asked = servers.ask, threading.Event(), threading.Event()
-
-    def hang(control: Control) -> str:
-        if control.url == "http://a":
-            asked.set()
-            hangs.wait(10)
-        return ask(control)
-
-    servers.ask = hang  # type: ignore[method-assign]
-    assert asked.wait(10)
+    hangs = servers.hang("http://a")
     servers.end("http://c")
     until(lambda: replicas.urls_away() == ["http://c"])
     hangs.set()
