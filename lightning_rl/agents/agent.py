@@ -132,10 +132,19 @@ def rollout(function: Callable[..., Any]) -> FunctionAgent:
 
 
 def as_agent(candidate: Any) -> Agent:
-    """`candidate` as an Agent: an instance, an Agent class, or a plain function."""
+    """`candidate` as an Agent: an instance, an Agent class, or a plain function.
+
+    Raises AgentSignature for a class whose constructor needs arguments, and what making an object of it raises.
+    """
     if isinstance(candidate, Agent):
         return candidate
     if isinstance(candidate, type) and issubclass(candidate, Agent):
+        try:
+            inspect.signature(candidate).bind()
+        except TypeError as error:
+            raise AgentSignature(
+                f"{called(candidate)} is a class that cannot be made without arguments ({error}): give an object of it"
+            ) from None
         return candidate()
     if callable(candidate):
         return FunctionAgent(candidate)

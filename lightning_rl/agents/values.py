@@ -1,15 +1,21 @@
 """What may be emitted or returned: finite numbers as rewards, and text that can be encoded. Loads nothing."""
 
 import math
-from typing import SupportsFloat
+from typing import Protocol, SupportsFloat, runtime_checkable
+
+
+@runtime_checkable
+class _Array(Protocol):
+    def item(self) -> SupportsFloat: ...
 
 
 def number(value: object) -> float | None:
-    """`value` as a float where it is one number (bools, NumPy's and torch's scalars too), else None; text is none."""
+    """`value` as a float where it is one number (bools, NumPy's and torch's, also in an array of one, too), else None;
+    text is none."""
     if not isinstance(value, SupportsFloat):
         return None
     try:
-        return float(value)
+        return float(value.item() if isinstance(value, _Array) else value)
     except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays and tensors of several numbers
         return None
 

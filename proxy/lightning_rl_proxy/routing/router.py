@@ -93,6 +93,7 @@ class Router:
         self._ended: asyncio.Event | None = None  # for those who wait until a call ends
         self._paused: dict[str, asyncio.Event] = {}
         self._paused_at: dict[str, float] = {}  # by the monotonic clock
+        self._pauses: Counter[str] = Counter()  # how often each model was paused
         self._parked: Counter[str] = Counter()  # calls that wait for the end of a pause
         self._calls: Counter[str] = Counter()  # calls of token engines, also those that wait here
         self.capacity_freed: Callable[[], None] = lambda: None  # called where the engines may bear more than before
@@ -274,6 +275,7 @@ class Router:
         """
         gates = {name: self._paused.setdefault(name, asyncio.Event()) for name in self._named(model)}
         for name in gates:
+            self._pauses[name] += 1
             self._paused_at.setdefault(name, time.monotonic())
         for name in gates:
             if name in self._engines:
@@ -291,14 +293,15 @@ class Router:
 
         Whoever gives one says that every engine has these weights that answered since the pause began, except those
         that `outdated` names. The version is the model's as soon as each of those goes on; the others stay away until
-        they have it too.
+        they have it too. A pause that comes while engines are told to go on holds.
         """
-        for name in self._named(model):
+        for name, pauses in {name: self._pauses[name] for name in self._named(model)}.items():
             if (pool := self._engines.get(name)) is not None:
                 await self._watch.go_on(pool, policy_version, paused=self.is_paused(name), outdated=outdated)
-            self._paused_at.pop(name, None)
-            if (gate := self._paused.pop(name, None)) is not None:
-                gate.set()
+            if self._pauses[name] == pauses:
+                self._paused_at.pop(name, None)
+                if (gate := self._paused.pop(name, None)) is not None:
+                    gate.set()
 
     def is_paused(self, model: str) -> bool:
         """Whether calls of `model` wait."""

@@ -155,13 +155,13 @@ def test_no_reward_is_none() -> None:
     assert run_agent(as_agent(lambda task: None), claim()) is None
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", [1.0]], ids=str)
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", [1.0], np.ones(2)], ids=str)
 def test_what_is_no_finite_number_is_refused_with_the_rollouts_name(reward: Any) -> None:
     with pytest.raises(ValueError, match="rollout r1: a reward must be a finite number"):
         run_agent(as_agent(lambda task: reward), claim())
 
 
-@pytest.mark.parametrize("reward", [True, np.bool_(True), np.float32(1), np.array(1)], ids=repr)
+@pytest.mark.parametrize("reward", [True, np.bool_(True), np.float32(1), np.array(1), np.array([1.0])], ids=repr)
 def test_one_number_is_a_reward_whoever_made_it(reward: Any) -> None:
     assert run_agent(as_agent(lambda task: {"reward": reward, "half \ud83d": 2}), claim()) == {
         "reward": 1.0, "half \\ud83d": 2.0,
@@ -304,6 +304,11 @@ class Calls:
         return 1.0
 
 
+class Needy(lrl.Agent):
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+
 def by_keyword(*, task: Any) -> float:
     return 1.0
 
@@ -312,6 +317,7 @@ def by_keyword(*, task: Any) -> float:
     ("agent", "problem"),
     [
         (Calls, "Calls is a class: give an object of it, which is called with a task"),
+        (Needy, "Needy is a class that cannot be made without arguments .*'key'.: give an object of it"),
         (by_keyword, "by_keyword takes no task: its first parameter is the task, given by position"),
         (lambda **task: 1.0, "takes no task: its first parameter is the task, given by position"),
     ],

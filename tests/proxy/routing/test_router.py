@@ -764,6 +764,31 @@ def test_a_pause_that_is_over_before_it_has_drained_freezes_nothing() -> None:
     run(work)
 
 
+def test_a_pause_that_comes_while_engines_are_told_to_go_on_holds_and_freezes_them_after_that() -> None:
+    async def work() -> None:
+        engine = Engine()
+        router = routing(engine)
+        held = Held(router)
+        await held.begin()
+        await router.pause(None)
+        engine.resuming = asyncio.Event()
+        resuming = asyncio.create_task(router.resume(None, None))
+        await asyncio.sleep(0)
+        pausing = asyncio.create_task(router.pause(None))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not pausing.done()  # else the engine would be told to go on after it was told to freeze
+        engine.resuming.set()
+        await resuming
+        await pausing
+        assert (engine.frozen, router.is_paused("m")) == (True, True)
+        await router.resume(None, None)
+        assert (engine.frozen, router.is_paused("m")) == (False, False)
+        await held.end()
+
+    run(work)
+
+
 def test_a_pause_that_begins_while_engines_are_checked_holds_the_call() -> None:
     async def work() -> None:
         engine = Engine()
