@@ -4,11 +4,12 @@ import errno
 import fcntl
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO
 
 from lightning_rl.errors import Explained
 
@@ -87,20 +88,42 @@ def finished(run_dir: Path) -> dict[str, int] | None:
 
 
 def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Replace `path` by `content` in one step. Raises OSError naming the file."""
+    """Replace `path` by `content` as `whole_file` does."""
+    with whole_file(path, mode=mode) as file:
+        file.write(content)
+
+
+@contextmanager
+def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
+    """What is written in the block becomes the file in one step when it ends well.
+
+    A pipe, a device and a link stay what they are: they are written to as it comes. Raises OSError naming the file.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        with named_in_errors(path), path.open("wb") as file:
+            yield file
+        return
     partial = path.with_name(path.name + ".partial")
     try:
         with (
             named_in_errors(path),
             os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file,
         ):
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def is_standard_output(path: Path) -> bool:
+    """Whether what is written to a file goes to where this process prints."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(sys.stdout.fileno()))
+    except OSError:  # there is no such file, or standard output is none
+        return False
 
 
 @contextmanager

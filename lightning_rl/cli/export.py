@@ -44,6 +44,7 @@ def run(
 
     Parquet needs the extra `data`. The columns are listed in docs/tools.md.
     """
+    from lightning_rl.files import is_standard_output
     from lightning_rl.inspect.export import NotExported, export
 
     if pairs and what not in (None, "pairs"):
@@ -56,4 +57,5 @@ def run(
         raise NotExported(f"--output {output} ends with neither {' nor '.join(_FORMS)}: name the --format")
     written_as = form or _FORMS.get(to.suffix, "jsonl")
     file, count = export(run_dir, chosen, written_as, to, mode=mode, limit=limit)
-    typer.echo(f"{count} {chosen} in {file} ({file.stat().st_size / MIB:.1f} MiB)")
+    size = f" ({file.stat().st_size / MIB:.1f} MiB)" if file.is_file() else ""
+    typer.echo(f"{count} {chosen} in {file}{size}", err=is_standard_output(file))

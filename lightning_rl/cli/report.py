@@ -21,9 +21,11 @@ def run(
     lightning-rl report runs/20261231-120000 -o report.html
     ```
     """
+    from lightning_rl.files import is_standard_output
     from lightning_rl.inspect.recorded import newest_run
     from lightning_rl.viewer.report import write
 
     run_dir = folder or newest_run()
     file = write(run_dir, output or run_dir)
-    typer.echo(f"{file} ({file.stat().st_size / 1e6:.1f} MB)")
+    size = f" ({file.stat().st_size / 1e6:.1f} MB)" if file.is_file() else ""
+    typer.echo(f"{file}{size}", err=is_standard_output(file))

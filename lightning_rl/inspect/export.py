@@ -5,9 +5,7 @@ file is there as a whole or not at all. Token ids and logprobs are the numbers t
 """
 
 import itertools
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, get_args
@@ -17,7 +15,7 @@ import sqlalchemy as sa
 
 from lightning_rl.control_plane.gateways.resolve import PROXY_LLM
 from lightning_rl.errors import Explained
-from lightning_rl.files import is_a_runs_own, named_in_errors
+from lightning_rl.files import is_a_runs_own, whole_file
 from lightning_rl.inspect import folder, pairs, recorded, trained
 from lightning_rl.inspect.rollout_source import Which, pages, resources_of
 from lightning_rl.store import queries
@@ -417,22 +415,8 @@ def _groups(entries: Iterable[Record]) -> Iterator[list[Record]]:
 
 
 def _written(file: Path, write: Callable[[BinaryIO], int]) -> int:
-    with _whole(file) as out:
+    with whole_file(file) as out:
         return write(out)
-
-
-@contextmanager
-def _whole(file: Path) -> Iterator[BinaryIO]:
-    """What is written in the block becomes the file when it ends well."""
-    partial = file.with_name(file.name + ".partial")
-    try:
-        with named_in_errors(file), partial.open("wb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 WHATS: tuple[What, ...] = get_args(What)

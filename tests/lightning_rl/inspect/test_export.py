@@ -1,6 +1,8 @@
 """Exported files hold what was recorded, number by number, whichever format; memory does not grow with the run."""
 
 import json
+import subprocess
+import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -276,6 +278,21 @@ def test_the_command_says_how_many_and_where(run_dir: Path) -> None:
     assert command("-o", f"{run_dir}/new/").startswith(f"4 rollouts in {run_dir / 'new' / 'rollouts.jsonl'}")
     assert (run_dir / "x.parquet").read_bytes()[:4] == b"PAR1"
     assert msgspec.json.decode((run_dir / "rollouts.jsonl").read_bytes().splitlines()[3])["status"] == "queued"
+
+
+def test_a_link_stays_one_and_a_pipe_takes_what_comes(run_dir: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(tmp_path / "linked.jsonl")
+    export(run_dir, "rollouts", "jsonl", link)
+    assert link.is_symlink()
+    assert len(read(tmp_path / "linked.jsonl")) == 4
+    output = tmp_path / "stdout"  # as /dev/stdout is one
+    output.symlink_to("/proc/self/fd/1")
+    command = [sys.executable, "-m", "lightning_rl", "export", str(run_dir), "--format", "jsonl", "-o", str(output)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == read(link)
+    assert done.stderr == f"4 rollouts in {output}\n"
+    assert output.is_symlink()
 
 
 def test_what_is_asked_for_twice_is_refused(run_dir: Path) -> None:
