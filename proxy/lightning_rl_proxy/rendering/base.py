@@ -77,7 +77,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 class Markup(NamedTuple):
     """What of a chat format can be followed while an answer comes: reasoning first, then text, then tool calls.
 
-    `reasoning` and `calls` are the marks that open and close those; `tokens` are the marks that are tokens of their
+    `reasoning` and `calls` are the marks that open and close those (a call without a closing mark, "", ends with the
+    answer); `tokens` are the marks that are tokens of their
     own, the others are text. The answer ends with one of `ends`; `unseen` tokens are no text; after a `foreign` one
     nothing is known. `bare_calls`: an answer that begins with a brace may be a call as a whole. `keeps_space`: white
     space stays where an answer begins with it.
@@ -94,7 +95,7 @@ class Markup(NamedTuple):
 
     def marks(self) -> tuple[str, ...]:
         """All marks."""
-        return (*(self.reasoning or ()), *(self.calls or ()))
+        return tuple(mark for mark in (*(self.reasoning or ()), *(self.calls or ())) if mark)
 
     def without_calls(self) -> "Markup":
         """The same for an answer that can call nothing: marks of calls are text."""

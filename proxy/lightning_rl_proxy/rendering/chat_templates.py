@@ -5,10 +5,11 @@ trusted in the situations in which a probe at start found it to hang on the new 
 None. The template is foreign code: it runs sandboxed, and whatever it raises is an answer about it, never a crash.
 """
 
+import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -33,8 +34,8 @@ from lightning_rl_proxy.rendering.base import (
     check_kwargs,
     tokens_of,
     tool_call,
-    tool_call_id,
 )
+from lightning_rl_proxy.rendering.call_forms import HERMES, CallForm, form_of
 from lightning_rl_proxy.rendering.forcing import (
     OPENING,
     Forcing,
@@ -63,16 +64,28 @@ TEMPLATE_FAILURES = (
 _VARYING = ("strftime_now", "random", "lipsum")  # with which a template writes the same messages in another way
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", *_NAMED_TOKENS}  # to every template
-_THINK, _CALL = ("<think>", "</think>"), ("<tool_call>", "</tool_call>")  # which parsing needs, special or not
+_THINK = ("<think>", "</think>")  # which parsing needs, special or not
+_CALL_ID = "call00000"  # some templates take no longer one
+_SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _THOUGHT = re.compile(r"\A\s*(<think>)?.*?</think>", re.DOTALL)
 _PLACEHOLDER = "ANSWER0PLACEHOLDER0"
 _QUESTION: Message = {"role": "user", "content": "a question"}
 _CALLED: list[Message] = [
     _QUESTION,
-    {"role": "assistant", "content": "", "tool_calls": [tool_call("call00000", "look_up", {"what": "cats"})]},
+    {"role": "assistant", "content": "", "tool_calls": [tool_call(_CALL_ID, "look_up", {"what": "cats"})]},
+]
+_ANSWERED: list[Message] = [
+    *_CALLED,
+    {"role": "tool", "content": "two", "tool_call_id": _CALL_ID, "name": "look_up"},
 ]
 
-
+_PROBED_TOOL = {"type": "function", "function": {"name": _PLACEHOLDER, "parameters": {"type": "object"}}}
+_PROBED_ARGUMENTS = {"what": "a"}
+_PROBED_CALL: Message = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [tool_call(_CALL_ID, _PLACEHOLDER, _PROBED_ARGUMENTS)],
+}
 _LOOK_UP = {
     "type": "function",
     "function": {
@@ -84,7 +97,7 @@ _LOOK_UP = {
 PROMPTS: list[tuple[list[Message], Tools]] = [  # that tell chat formats apart
     ([_QUESTION], None),
     ([{"role": "system", "content": "Be brief."}, _QUESTION], [_LOOK_UP]),
-    ([*_CALLED, {"role": "tool", "content": "two", "tool_call_id": "call00000", "name": "look_up"}], [_LOOK_UP]),
+    (_ANSWERED, [_LOOK_UP]),
 ]
 
 
@@ -92,7 +105,8 @@ class ChatTemplate:
     """A compiled template, or several by name: `default`, and `tool_use` for requests with tools.
 
     `kwargs` are variables of its own that it is always given; what messages and tools say is `guarded` by the
-    tokenizer. Raises ValueError naming a kwarg that it does not read.
+    tokenizer. `writes_ids`: it writes the ids of tool calls; one that takes those of nine letters alone is given such.
+    Raises ValueError naming a kwarg that it does not read.
     """
 
     def __init__(
@@ -111,14 +125,19 @@ class ChatTemplate:
         self.reasons = any("</think>" in text for text in texts.values())
         self.varies = any(name in text for text in texts.values() for name in _VARYING)
         # Most templates take the arguments of calls as objects; some put them together as the texts that they came as.
-        self._objects = True
+        self._objects, self._short_ids = True, False
         if not self._renders(_CALLED):
             self._objects = False
             self._objects = not self._renders(_CALLED)
+        long_ids = [_with_ids(message, lambda short: f"call_{short}_0") for message in _ANSWERED]
+        self._short_ids = self._renders(_ANSWERED) and not self._renders(long_ids)
+        self.writes_ids = self._renders(_ANSWERED) and _CALL_ID in self.text(_ANSWERED, None)
 
     def text(self, messages: Sequence[Message], tools: Tools, *, generation: bool = True) -> str:
         """The conversation as text; with `generation` it ends where the assistant begins to speak."""
-        guarded = self._tokenizer.guarded_messages(arguments_parsed(messages) if self._objects else messages)
+        messages = arguments_parsed(messages) if self._objects else messages
+        messages = [_with_ids(message, _shortened) for message in messages] if self._short_ids else messages
+        guarded = self._tokenizer.guarded_messages(messages)
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         return self._templates[name].render(
             messages=[_as_transformers_passes_it(message) for message in guarded],
@@ -169,6 +188,7 @@ class TemplateRenderer:
         self.stop_token_ids = _stop_token_ids(folder, tokenizer, self._closer)
         self._outcomes = {name: _worst([self._outcome(p) for p in probes]) for name, probes in self._probed().items()}
         self.append_only = {name: outcome == "proven" for name, outcome in self._outcomes.items()}
+        self._form, self._form_is_known = self._find_form()
         self.markup = self._markup()
         self._forcing: Forcing | None = None
         self._lead: str | None = None
@@ -214,6 +234,8 @@ class TemplateRenderer:
             return None
         if not all(self.append_only[situation] for situation in self._situations(response_ids, messages, tools)):
             return None
+        if self._template.writes_ids and "tool" in roles:
+            messages = self._with_sampled_ids(prompt_ids, response_ids, messages, tools)
         thinking = "thinking" if "user" in roles else "thinking_tool"
         if not self.append_only[thinking] and self._holds_reasoning(prompt_ids + response_ids):
             return None
@@ -231,7 +253,7 @@ class TemplateRenderer:
     ) -> ParsedAnswer:
         """See `Renderer`. A malformed tool call stays visible as text."""
         reasoning, text = self._split_reasoning(prompt_ids, self._visible(response_ids))
-        content, calls = _split_tool_calls(call_id, text) if tools else (text, [])
+        content, calls = self._form.split(call_id, text, tools) if tools else (text, [])
         return ParsedAnswer(
             content=content,
             reasoning=reasoning,
@@ -293,6 +315,19 @@ class TemplateRenderer:
         start = behind.find(self._closer) if self._closer_is_special() else -1
         return None if start < 0 else behind[start:]
 
+    def _with_sampled_ids(
+        self, prompt_ids: list[int], response_ids: list[int], messages: Sequence[Message], tools: Tools
+    ) -> list[Message]:
+        """Results of tools under the ids that the model itself gave the calls of its answer."""
+        _, text = self._split_reasoning(prompt_ids, self._visible(response_ids))
+        own = self._form.ids(text, tools)
+
+        def sampled(told: str) -> str:
+            place = told.rpartition("_")[2]
+            return (own[int(place)] if place.isdecimal() and int(place) < len(own) else None) or told
+
+        return [_with_ids(message, sampled) for message in messages]
+
     def _closer_is_special(self) -> bool:
         return not self.tokenizer.special_ids.isdisjoint(self._closer_ids)
 
@@ -350,12 +385,15 @@ class TemplateRenderer:
         return self.tokenizer.decode([token for token in response_ids if token not in unseen])
 
     def _markup(self) -> Markup:
-        tokens = tokens_of((*_THINK, *_CALL), self.tokenizer)
+        calls = (self._form.opening, self._form.closing) if self._form.opening else None
+        tokens = tokens_of((*_THINK, *filter(None, calls or ())), self.tokenizer)
+        inner = tokens_of(self._form.inner, self.tokenizer)
         return Markup(
             reasoning=_THINK if self._thinks else None,
-            calls=_CALL,
-            tokens=tokens if self._thinks else {token: mark for token, mark in tokens.items() if mark in _CALL},
-            unseen=(self.tokenizer.special_ids | set(self.stop_token_ids)) - tokens.keys(),
+            calls=calls,
+            tokens=tokens if self._thinks else {token: mark for token, mark in tokens.items() if mark not in _THINK},
+            unseen=(self.tokenizer.special_ids | set(self.stop_token_ids)) - tokens.keys() - inner.keys(),
+            bare_calls=calls is None,
             keeps_space=True,
         )
 
@@ -403,21 +441,32 @@ class TemplateRenderer:
 
     def _tools_problem(self) -> str | None:
         """What keeps tools from being used under this template, if anything does."""
-        tool = {"type": "function", "function": {"name": _PLACEHOLDER, "parameters": {"type": "object"}}}
-        call = {"role": "assistant", "content": "", "tool_calls": [tool_call("call00000", _PLACEHOLDER, {"what": "a"})]}
         try:
-            prompt = self._template.text([_QUESTION], [tool])
+            prompt = self._template.text([_QUESTION], [_PROBED_TOOL])
             if _PLACEHOLDER not in prompt:
                 return "does not write tools: it never sees those that agents send"
-            text = self._template.text([_QUESTION, call], [tool], generation=False)
+            text = self._template.text([_QUESTION, _PROBED_CALL], [_PROBED_TOOL], generation=False)
         except TEMPLATE_FAILURES:
             return None  # it refuses them, and says so
-        if text.count(_PLACEHOLDER) > prompt.count(_PLACEHOLDER) and not _split_tool_calls("", text)[1]:
+        if text.count(_PLACEHOLDER) > prompt.count(_PLACEHOLDER) and not self._form_is_known:
             return (
-                "writes tool calls in a form that is not read here (<tool_call>JSON</tool_call> is): agents get them "
-                "as text. Name its family's renderer, if there is one: actor_rollout_ref.rollout.renderer=llama-3, ..."
+                "writes tool calls in a form that is not read here: agents get them as text. Name its family's "
+                "renderer, if there is one: actor_rollout_ref.rollout.renderer=glm-4.5, ..."
             )
         return None
+
+    def _find_form(self) -> tuple[CallForm, bool]:
+        """How the model writes tool calls, and whether its template says so; else its prompts may, as most do."""
+        try:
+            bare = OPENING.sub("", self._template.text([_QUESTION], [_PROBED_TOOL]))
+            text = self._template.text([_QUESTION, _PROBED_CALL], [_PROBED_TOOL], generation=False)
+        except TEMPLATE_FAILURES:
+            return HERMES, False
+        own = text[len(bare) :] if text.startswith(bare) else text.rpartition(_QUESTION["content"])[2]
+        if self._closer_is_special():
+            own = own.partition(self._closer)[0]
+        form = form_of(_THOUGHT.sub("", own), _PLACEHOLDER, _PROBED_ARGUMENTS, [_PROBED_TOOL])
+        return (HERMES, False) if form is None else (form, True)
 
     def _warn(self, model: str) -> None:
         moved = [name for name, outcome in self._outcomes.items() if outcome == "moved"]
@@ -529,29 +578,19 @@ def _placeholder_calls(messages: Sequence[Message], tools: Tools) -> list[dict[s
     return calls
 
 
-def _split_tool_calls(call_id: str, text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text without its well-formed calls in the Hermes form, and those calls in OpenAI's."""
-    opening, closing = _CALL
-    calls: list[dict[str, Any]] = []
-    kept, at = "", 0  # `text` is read up to here; a regular expression would read an unclosed call again and again
-    while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start)) >= 0:
-        call = _hermes_call(tool_call_id(call_id, len(calls)), text[start + len(opening) : end])
-        following = end + len(closing)
-        kept += text[at : following if call is None else start]
-        calls += [] if call is None else [call]
-        at = following
-    kept += text[at:]
-    return (kept.rstrip() if calls else kept), calls
+def _with_ids(message: Message, renamed: Callable[[str], str]) -> Message:
+    """A message whose ids of calls are others."""
+    if isinstance(message.get("tool_call_id"), str):
+        message = message | {"tool_call_id": renamed(message["tool_call_id"])}
+    if message.get("tool_calls"):
+        calls = [call | {"id": renamed(str(call.get("id") or ""))} for call in message["tool_calls"]]
+        message = message | {"tool_calls": calls}
+    return message
 
 
-def _hermes_call(call_id: str, text: str) -> dict[str, Any] | None:
-    """The call that `{"name": ..., "arguments": {...}}` is; None where the text is no such object."""
-    try:
-        call = json.loads(text)
-        name, arguments = (call.get("name"), call.get("arguments")) if isinstance(call, dict) else (None, None)
-        return tool_call(call_id, name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else None
-    except (ValueError, RecursionError):  # no JSON, nested too deep, or with a number of too many digits
-        return None
+def _shortened(call_id: str) -> str:
+    """An id of nine letters that is the same for the same id."""
+    return call_id if _SHORT_ID.fullmatch(call_id) else hashlib.sha256(call_id.encode()).hexdigest()[:9]
 
 
 def _worst(outcomes: Sequence[Outcome]) -> Outcome:
@@ -606,8 +645,8 @@ def _image_probes() -> dict[str, list[_Probe]]:
     ask: Message = {"role": "user", "content": [image, {"type": "text", "text": "What is this?"}]}
     more: Message = {"role": "user", "content": [{"type": "text", "text": "And this, "}, image, image]}
     tools = [_tool("look", "Looks at a thing.")]
-    call = _message("assistant", "", tool_calls=[tool_call("call00000", "look", {"what": "cats"})])
-    result: Message = {"role": "tool", "tool_call_id": "call00000", "content": [image]}
+    call = _message("assistant", "", tool_calls=[tool_call(_CALL_ID, "look", {"what": "cats"})])
+    result: Message = {"role": "tool", "tool_call_id": _CALL_ID, "content": [image]}
     tell = _message("assistant", "A cat.")
     return {
         "image": [_Probe([ask], tell, [more]), _Probe([_QUESTION], tell, [more])],

@@ -148,8 +148,10 @@ class AnswerParser:
         if self._match is not None:
             meant = self._prefix_ids + self._kept[: self._followed]
             meant += self._reader.encode_behind(self._match.partial) if self._match.partial else []
+        parsed = self._parse(meant, "stop" if self.ended else finish_reason)
         answer = msgspec.structs.replace(
-            self._parse(meant, "stop" if self.ended else finish_reason),
+            parsed,
+            tool_calls=parsed.tool_calls if self._parallel else parsed.tool_calls[:1],  # of formats that list them
             token_ids=self._kept,
             logprobs=self._logprobs,
             output_tokens=len(self._kept),
@@ -318,6 +320,7 @@ class _Course:
         self._buffer = ""  # text that may be the beginning of a mark, or what stands before one
         self._space = ""  # white space that goes if nothing follows it
         self._bare = True  # of the state's text nothing but white space has come
+        self._told_content = False
         self._may_open = reasons  # a prompt that opened reasoning may see it opened again
 
     def push(self, run: list[int]) -> list[tuple[Channel, str]]:
@@ -382,10 +385,12 @@ class _Course:
         self._space = text[len(stripped) :]
         if not stripped:
             return []
-        if self.state == "start":
+        if self.state != "reasoning" and not self._told_content:
             if self._markup.bare_calls and stripped.lstrip().startswith("{"):
                 self.state = "held"
                 return []
+            self._told_content = True
+        if self.state == "start":
             self.state, self._bare = "content", not self._markup.keeps_space
         if self._bare:
             stripped, self._bare = stripped.lstrip(), False

@@ -477,10 +477,10 @@ def test_tools_that_a_template_does_not_write_are_told_of_once(load: Load, caplo
 def test_calls_that_are_written_in_a_form_that_is_not_read_are_told_of(
     load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llama = load(HERMES.replace("<tool_call>", "").replace("</tool_call>", ""))
+    unread = load(HERMES.replace("<tool_call>", "[CALL]").replace("</tool_call>", "[/CALL]"))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            llama.render([said("user", "one")], TOOLS)
+            unread.render([said("user", "one")], TOOLS)
     [record] = caplog.records
     assert "model mine writes tool calls in a form that is not read here" in record.message
 
