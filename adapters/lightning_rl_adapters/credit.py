@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from lightning_rl_adapters.forest import Forest, Node
+from lightning_rl_adapters.media import Placed
 
 GROUP: Final = "group"  # compared with the other rollouts of its group
 FINAL: Final = "reward"  # the name that the final reward goes by
@@ -256,7 +257,7 @@ def is_state(compared_with: str) -> bool:
 
 
 def prompts(forest: Forest) -> dict[str, str]:
-    """A digest of each call's model and whole prompt, wherever the tokens of both are all known.
+    """A digest of each call's model and whole prompt, images included, wherever the tokens of both are all known.
 
     Calls of any attempts have one digest exactly if they were sampled from one prompt, whatever calls it came about by.
     """
@@ -270,7 +271,12 @@ def prompts(forest: Forest) -> dict[str, str]:
             whole = blake2b(call.model.encode() + b"\0", digest_size=16)
         else:
             whole = contexts[parent.call.call_id].copy()
-        whole.update(array("q", call.prompt_ids).tobytes())
+        begin = 0
+        for image in call.media:  # behind its tokens, which are those of any image
+            end = image.start + image.length
+            whole.update(array("q", call.prompt_ids[begin:end]).tobytes() + image.sha256.encode())
+            begin = end
+        whole.update(array("q", call.prompt_ids[begin:]).tobytes())
         digests[call_id] = whole.hexdigest()
         whole.update(array("q", call.response_ids).tobytes())
         contexts[call_id] = whole
@@ -334,8 +340,9 @@ def _steps(forest: Forest, rewards: Rewards) -> dict[str, float]:
 
 def _same_prompt(forest: Forest) -> list[Sequence[Node]]:
     """The calls that were sampled from one and the same prompt, where there are several."""
-    samples: dict[tuple[Node | None, tuple[int, ...]], list[Node]] = {}
+    samples: dict[tuple[Node | None, tuple[int, ...], tuple[Placed, ...]], list[Node]] = {}
     for node in forest.nodes.values():
         if node.call.exact:
-            samples.setdefault((node.parent, tuple(node.call.prompt_ids)), []).append(node)
+            prompt = node.parent, tuple(node.call.prompt_ids), tuple(node.call.media)
+            samples.setdefault(prompt, []).append(node)
     return [nodes for nodes in samples.values() if len(nodes) > 1]

@@ -41,21 +41,23 @@ class GatewayError(Exception):
 class PromptTooLong(GatewayError):
     """A prompt that does not fit the model's context of `limit` tokens; each dialect says so in its clients' words.
 
+    `at_least`: it was counted no further, so that it may have more tokens than these.
     The code stands in the text too: LangChain looks for it there, and the `openai` SDK (3.57) shows the text alone.
     """
 
-    def __init__(self, prompt_tokens: int, limit: int) -> None:
+    def __init__(self, prompt_tokens: int, limit: int, *, at_least: bool = False) -> None:
         super().__init__(
             400,
             f"This model's maximum context length is {limit} tokens. However, your messages resulted in "
-            f"{prompt_tokens} tokens. Please reduce the length of the messages, or raise "
-            "actor_rollout_ref.rollout.max_model_len, or --max-model-len of `lightning-rl serve`, where the model "
-            "allows it. (context_length_exceeded)",
+            f"{prompt_tokens} tokens{' or more' if at_least else ''}. Please reduce the length of the messages, or "
+            "raise actor_rollout_ref.rollout.max_model_len, or --max-model-len of `lightning-rl serve`, where the "
+            "model allows it. (context_length_exceeded)",
             param="messages",
             code="context_length_exceeded",
         )
         self.prompt_tokens = prompt_tokens
         self.limit = limit
+        self.at_least = at_least
 
 
 class UnknownModel(GatewayError):

@@ -13,6 +13,7 @@ from lightning_rl_adapters import credit, forest
 from lightning_rl_adapters.call import Call
 from lightning_rl_adapters.credit import GROUP, Credit, CreditError, Rewards, Strategy
 from lightning_rl_adapters.forest import Forest
+from lightning_rl_adapters.media import Placed
 from tests.adapters.forests import attempts, make_call
 
 
@@ -117,6 +118,14 @@ def test_samples_of_one_prompt_are_compared_with_each_other() -> None:
     assert found["c0"] == found["c4"] == found["c5"] == Credit(1.0, credit.GROUP)
 
 
+def test_answers_to_other_images_are_no_samples_of_one_prompt() -> None:
+    one = [replace(make_call(number, None), prompt_ids=[7], media=[Placed(0, 1, "cat")]) for number in (0, 1)]
+    rewards = Rewards(of_calls={"c0": {"test": 1.0}, "c1": {"test": 0.0}})
+    assert numbers(credit.assign(credit.leave_one_out, forest.build(one), rewards)) == {"c0": 1.0, "c1": -1.0}
+    apart = [one[0], replace(one[1], media=[Placed(0, 1, "dog")])]
+    assert credit.assign(credit.leave_one_out, forest.build(apart), rewards) == {}
+
+
 def test_a_fork_below_a_branch_counts_with_its_mean() -> None:
     below = [make_call(3, 1), make_call(4, 1)]
     samples = [replace(make_call(i, None), prompt_ids=[7]) for i in (1, 2)]
@@ -169,13 +178,22 @@ def test_a_state_is_the_whole_prompt_however_the_calls_were_cut() -> None:
     states = credit.prompts(forest.build([first, second]))
     assert credit.prompts(forest.build([other])) == {"c0": states["c1"]}
     assert states["c0"] != states["c1"]
+    shown, asked = [Placed(1, 1, "cat")], [Placed(0, 2, "dog")]
+    apart = credit.prompts(forest.build([replace(first, media=shown), replace(second, media=asked)]))
+    behind = len(first.prompt_ids) + len(first.response_ids)
+    together = replace(other, media=[*shown, asked[0].moved(behind)])
+    assert credit.prompts(forest.build([together])) == {"c0": apart["c1"]}
 
 
 @pytest.mark.parametrize(
-    "change", [{"model": "another"}, {"prompt_ids": [0]}, {"prompt_ids": [1, 0]}, {"prompt_ids": [0, 1, 50]}]
-)
-def test_another_model_or_another_token_is_another_state(change: dict[str, Any]) -> None:
-    call = make_call(0, None)
+    "change",
+    [
+        {"model": "another"}, {"prompt_ids": [0]}, {"prompt_ids": [1, 0]}, {"prompt_ids": [0, 1, 50]}, {"media": []},
+        {"media": [Placed(0, 1, "dog")]}, {"media": [Placed(1, 1, "cat")]},
+    ],
+)  # fmt: skip
+def test_another_model_token_or_image_is_another_state(change: dict[str, Any]) -> None:
+    call = replace(make_call(0, None), media=[Placed(0, 1, "cat")])
     assert credit.prompts(forest.build([call])) != credit.prompts(forest.build([replace(call, **change)]))
 
 

@@ -546,4 +546,5 @@ def _error(error: GatewayError) -> dict[str, Any]:
     message = error.message
     if isinstance(error, PromptTooLong):
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.limit} maximum"
+        message += " (or more: it was counted no further)" if error.at_least else ""
     return {"type": "error", "error": {"type": kind, "message": message}}

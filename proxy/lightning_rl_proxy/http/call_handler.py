@@ -136,18 +136,19 @@ class CallHandler:
 
     async def count_tokens(self, attempt: LiveAttempt, request: Request, tokenizing: Tokenizing, size: int) -> int:
         """How many tokens the prompt of a request has, whose body is `size` bytes long. Raises GatewayError as a call
-        with it would."""
+        with it would, but for one that is too long: that is what its client may want to know."""
         renderer, shown = tokenizing.renderer, attempt.forest.images
         self._check_images(request, renderer, attempt)
         choose = partial(_renderer_for, request, renderer)
         chosen, _ = choose() if _is_known(request, renderer) else await tokenizing.in_thread(choose)
 
         def count() -> int:
-            prompt_ids = chosen.render(request.prompt_messages, request.tools)
-            try:
-                return len(prompt_ids) + len(_forced(request, prompt_ids, chosen))
-            except GatewayError:  # no answer can begin so: what stands there is counted
-                return len(chosen.render(request.messages, request.tools))
+            with renderer.tokenizer.long_texts.of_any_length():
+                prompt_ids = chosen.render(request.prompt_messages, request.tools)
+                try:
+                    return len(prompt_ids) + len(_forced(request, prompt_ids, chosen))
+                except GatewayError:  # no answer can begin so: what stands there is counted
+                    return len(chosen.render(request.messages, request.tools))
 
         counted = await tokenizing.of_body(count, size)
         if renderer.vision is None:

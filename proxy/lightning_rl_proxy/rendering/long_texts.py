@@ -39,6 +39,15 @@ class LongTexts:
         finally:
             self._prompt.tokens = None
 
+    @contextmanager
+    def of_any_length(self) -> Iterator[None]:
+        """What this thread tokenises within the block is counted, and may be longer than any prompt."""
+        self._prompt.any_length = True
+        try:
+            yield
+        finally:
+            self._prompt.any_length = False
+
     def encode(
         self, tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False, by: ascii_bpe.Encode | None = None
     ) -> list[int]:
@@ -57,28 +66,32 @@ class LongTexts:
 
     def count(self, tokens: int) -> None:
         """So many more are of the prompt that this thread tokenises. Raises PromptTooLong."""
-        counted = getattr(self._prompt, "tokens", None)
-        if counted is not None and self.context is not None:
+        counted, context = getattr(self._prompt, "tokens", None), self._bounding()
+        if counted is not None and context is not None:
             self._prompt.tokens = counted + tokens
-            self._bound(self._prompt.tokens, self.context)
+            self._bound(self._prompt.tokens, context)
 
     def _check(self, tokenizer: Tokenizer, text: str) -> None:
         """Raises PromptTooLong for a text that cannot fit."""
-        context = self.context
+        context = self._bounding()
         if context is None or len(text) <= 2 * context:
             return
         if self._longest and len(text) > context * self._longest:
-            raise PromptTooLong(len(text) // self._longest, context)
+            raise PromptTooLong(len(text) // self._longest, context, at_least=True)
         counted = 0
         for begin in range(0, len(text), _PART):
             counted += len(_without_lock(tokenizer, text[begin : begin + _PART], False))
             self._bound(counted, context)
 
+    def _bounding(self) -> int | None:
+        """The context that what this thread tokenises must fit."""
+        return None if getattr(self._prompt, "any_length", False) else self.context
+
     @staticmethod
     def _bound(tokens: int, context: int) -> None:
         # Twice: parts may have more tokens than the whole, and a format may tokenise a text more than once.
         if tokens > 2 * context:
-            raise PromptTooLong(tokens, context)
+            raise PromptTooLong(tokens, context, at_least=True)
 
 
 def _without_lock(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:

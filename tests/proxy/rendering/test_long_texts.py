@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import json
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,6 +29,7 @@ DOORS: dict[str, tuple[str, Any]] = {
     "responses": ("input", lambda text: text),
     "messages": ("messages", lambda text: [{"role": "user", "content": text}]),
 }
+PATHS = DOORS | {"messages/count_tokens": DOORS["messages"]}
 
 
 NUMBERS = itertools.count()
@@ -39,7 +41,7 @@ def unknown() -> str:
 
 
 def ask(served: Served, path: str, text: str, attempt_id: str = "a1", *, packed: bool = False) -> httpx.Response:
-    name, said = DOORS[path]
+    name, said = PATHS[path]
     most = "max_output_tokens" if path == "responses" else "max_tokens"
     body = json.dumps({"model": "policy", name: said(text), most: 8}).encode()
     url = f"{served.base_url(attempt_id=attempt_id)}/{path}"
@@ -106,6 +108,22 @@ def test_a_prompt_that_cannot_fit_is_a_400_at_every_door(
     if counted:
         assert answer.json()["error"][counted] == "context_length_exceeded"
     assert ask(served, path, "hello").status_code == 200
+
+
+def test_what_is_too_long_is_counted_by_who_asks_how_long_it_is(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(served.engine, "context", 512)
+    long = unknown() * 2
+    around = []  # what the format writes around a text
+    for words in (long, "a"):
+        counted = ask(served, "messages/count_tokens", words)
+        assert counted.status_code == 200, counted.text
+        around.append(counted.json()["input_tokens"] - len(WHOLE.encode(words).ids))
+    assert around[0] == around[1]
+    answer = ask(served, "messages", long)
+    assert answer.status_code == 400
+    assert re.search(r"tokens > 512 maximum \(or more: ", answer.json()["error"]["message"])
 
 
 @pytest.mark.parametrize("packed", [False, True])
