@@ -231,7 +231,9 @@ def _train(
         if folder is not None and any(file.exists() for file in (folder / CONFIG, folder / SFT / CONFIG)):
             at = "".join(f" --server {url}" for url in server or ())
             typer.echo(
-                f"\nInterrupted. Go on with: lightning-rl train --resume {shlex.quote(str(folder))}{at}", err=True
+                f"\nInterrupted. Go on with: lightning-rl train --resume {shlex.quote(str(folder))}{at}\n"
+                f"It goes on {_begins_behind(folder, settings)}.",
+                err=True,
             )
         raise
     last = algorithm.history[-1] if algorithm.history else {}
@@ -249,6 +251,21 @@ def _train(
         typer.echo(json.dumps(result))
     elif "console" not in settings.trainer.logger:
         typer.echo("\n".join(algorithm.summary()))
+
+
+def _begins_behind(run_dir: Path, settings: "TrainConfig") -> str:
+    """Where an interrupted run goes on when it is resumed."""
+    from lightning_rl.training.checkpoint import newest
+
+    if not (run_dir / CONFIG).exists():
+        return "with the supervised training"
+    if saved := newest(run_dir / "checkpoints", 1):
+        return f"behind {saved[0].name}, its last checkpoint"
+    every = settings.trainer.save_freq
+    begins = (
+        f"every {every} steps" if every > 0 else "only with the last step: trainer.save_freq=N does so every N steps"
+    )
+    return f"from its beginning, since it has no checkpoint yet (one is saved {begins})"
 
 
 def _begun_with_sft(

@@ -74,11 +74,11 @@ def with_trained_calls(config: TrainConfig | None, trace: RolloutTrace) -> Rollo
     return msgspec.structs.replace(trace, attempts=attempts)
 
 
-def steps(run_dir: Path, newest: int, policy: str | None = None) -> list[StepRecord]:
+def steps(run_dir: Path, newest: int, policy: str | None = None, *, until: int | None = None) -> list[StepRecord]:
     """The run's newest step records, in order, of all policies or of one (`step_record.read_all`). Raises NotRecorded
     where one cannot be read."""
     try:
-        return list(step_record.read_all(run_dir, newest=newest, policy=policy))
+        return list(step_record.read_all(run_dir, newest=newest, until=until, policy=policy))
     except msgspec.MsgspecError as error:
         raise _unreadable(run_dir, error) from error
 

@@ -15,6 +15,7 @@ from lightning_rl.store import queries
 from lightning_rl.store.contract import Rollout, RolloutTrace
 from lightning_rl_adapters import forest, semconv
 from lightning_rl_adapters.call import calls_of
+from lightning_rl_adapters.credit import prompts
 from lightning_rl_adapters.forest import Node
 from lightning_rl_adapters.tool_schemas import tools_of
 
@@ -22,9 +23,10 @@ Record = dict[str, Any]
 
 
 class _PairCall(NamedTuple):
-    """One call: the ids of its whole prompt, and what they say."""
+    """One call: the digest of its whole prompt, images included (`credit.prompts`), its ids, and what they say."""
 
     node: Node
+    digest: str
     prompt_ids: list[int]
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -63,7 +65,7 @@ def _reward(rollout: Rollout) -> float:
 
 def _pair(best: RolloutTrace, worst: RolloutTrace) -> Record | None:
     for chosen, rejected in zip(_calls(best), _calls(worst), strict=False):
-        if chosen.prompt_ids != rejected.prompt_ids:
+        if chosen.digest != rejected.digest:
             return None  # the world answered otherwise before the model did
         if chosen.node.call.response_ids != rejected.node.call.response_ids:
             return {
@@ -93,14 +95,17 @@ def _calls(trace: RolloutTrace) -> list[_PairCall]:
     grown, schemas = forest.build(calls_of(attempt.spans)), tools_of(attempt.spans)
     attributes_by_id = {span.span_id: span.attributes for span in attempt.spans}
     nodes = sorted(grown.nodes.values(), key=lambda node: node.call.number)
+    digests = prompts(grown)  # of those whose ids are all there
     return [
-        _pair_call(node, attributes_by_id, schemas)
+        _pair_call(node, digests[node.call.call_id], attributes_by_id, schemas)
         for node in nodes
-        if node.call.trainable and node.call.delivered and all(one.call.exact for one in node.path())
+        if node.call.trainable and node.call.delivered and node.call.call_id in digests
     ]
 
 
-def _pair_call(node: Node, attributes_by_id: Mapping[str, Mapping[str, Any]], schemas: Mapping[str, Any]) -> _PairCall:
+def _pair_call(
+    node: Node, digest: str, attributes_by_id: Mapping[str, Mapping[str, Any]], schemas: Mapping[str, Any]
+) -> _PairCall:
     ids: list[int] = []
     messages: list[dict[str, Any]] = []
     for one in node.path():
@@ -113,7 +118,7 @@ def _pair_call(node: Node, attributes_by_id: Mapping[str, Mapping[str, Any]], sc
     first = attributes_by_id[node.path()[0].call.call_id]
     [answer] = attributes_by_id[node.call.call_id].get(semconv.OUTPUT_MESSAGES) or [{}]
     tools = schemas.get(first.get(semconv.TOOLS) or "")
-    return _PairCall(node, ids, [_for_templates(one) for one in messages], tools, _for_templates(answer))
+    return _PairCall(node, digest, ids, [_for_templates(one) for one in messages], tools, _for_templates(answer))
 
 
 def _for_templates(message: dict[str, Any]) -> dict[str, Any]:

@@ -156,14 +156,17 @@ def is_of_training(row: Mapping[str, float]) -> bool:
 def _of_folder(run_dir: Path) -> Evidence:
     """What a run's folder says without its store."""
     config = folder.config_of(run_dir)
-    metrics = [row for row in _rows(run_dir / "metrics.jsonl") if is_of_training(row)]
+    rows = _rows(run_dir / "metrics.jsonl")
+    metrics = [row for row in rows if is_of_training(row)]
+    # A run that goes on from an earlier step has records of steps that it does anew.
+    until = max((int(row["step"]) for row in rows), default=None)
     if config is None:
-        steps = folder.steps(run_dir, RECENT)
+        steps = folder.steps(run_dir, RECENT, until=until)
         return Evidence(
             run_dir=str(run_dir.resolve()), metrics=metrics, steps=steps, settings=RunSettings(), trains=False
         )
     records = step_record.folders(config.policies)
-    of_policies = {name: folder.steps(run_dir, RECENT, policy) for name, policy in records.items()}
+    of_policies = {name: folder.steps(run_dir, RECENT, policy, until=until) for name, policy in records.items()}
     return of_run(run_dir, config, metrics, of_policies)
 
 

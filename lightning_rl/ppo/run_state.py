@@ -119,7 +119,7 @@ def changes_to_warn_of(config: Config, run_dir: Path, step: int) -> Iterator[str
         for name, value in now.items()
         if value is not None and OmegaConf.select(before, name, default=value) != value
     ]
-    done_before = max((int(file.stem) for file, _ in step_record.files(run_dir)), default=0)
+    done_before = step_record.furthest(run_dir)
     if changed and done_before > step:
         yield (
             f"{', '.join(changed)}: changed, and steps {step + 1} to {done_before} were done before with other values. "
@@ -260,8 +260,10 @@ class RunState:
         checkpoint.set_rng_state(saved["rng"])
 
     def begin_session(self, run_id: str, began_ns: int) -> None:
-        """Note the run's id, and when this session of it began, by the server's clock."""
+        """Note the run's id, and when this session of it began, by the server's clock; steps behind the one that it
+        goes on from are to be made anew."""
         self.run_id = run_id
+        step_record.set_aside(self.run_dir, after=self.step)
         self.began_ns = began_ns  # calls before it are of earlier sessions
 
     def note_tasks(self, tasks: int, *, shuffled: bool) -> None:

@@ -1,6 +1,7 @@
 """What a training step made of each call: credit, baseline, advantage, weight in the loss, or why it was left out.
 
-One file a step in the run's folder (`steps/000012.msgpack`), whole or not there; `explain` and `doctor` read them.
+One file a step in the run's folder (`steps/000012.msgpack`), whole or not there; `explain` and `doctor` read them. Of a
+step that a resumed run does anew the former record is set aside (`steps/000012.former`): its update is lost.
 """
 
 from collections.abc import Collection, Iterator
@@ -11,6 +12,7 @@ import msgspec
 from lightning_rl.files import write_whole
 
 FOLDER = "steps"
+_FORMER = ".former"
 
 
 class PlusRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +115,19 @@ def read_all(
     paths = sorted(path for path in folder.glob("*.msgpack") if until is None or int(path.stem) <= until)
     for path in paths[-newest:]:
         yield whole(path) if policy is None else _DECODER.decode(path.read_bytes())
+
+
+def set_aside(run_dir: Path, after: int) -> None:
+    """The run goes on behind the step `after`: records of later steps are not what it has trained."""
+    for path in (run_dir / FOLDER).glob("**/*.msgpack"):
+        if int(path.stem) > after:
+            path.rename(path.with_suffix(_FORMER))
+
+
+def furthest(run_dir: Path) -> int:
+    """The last step that was ever made in a run's folder, also before it went on from an earlier one; 0: none."""
+    records = (path for path in (run_dir / FOLDER).glob("*") if path.suffix in (".msgpack", _FORMER))
+    return max((int(path.stem) for path in records), default=0)
 
 
 def find(run_dir: Path, rollout_id: str, step: int, *, ahead: bool = False) -> tuple[StepRecord, RolloutRecord] | None:

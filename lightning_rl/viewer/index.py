@@ -147,16 +147,19 @@ class Index:
         """Enter what a step made of its rollouts; `written` tells this writing of it from a later one."""
         meta = {name: getattr(record, name) for name in ("policy_version", "rule", "loss_agg_mode", "estimator")}
         with self._change() as connection:
-            before = ("DELETE FROM exclusions WHERE position IN (SELECT position FROM records WHERE step = ?)",
-                      "DELETE FROM records WHERE step = ?")  # fmt: skip
-            for statement in before:
-                connection.execute(statement, (record.step,))
+            _drop_step(connection, record.step)
             row = (record.step, json.dumps(meta), written)
             connection.execute("INSERT OR REPLACE INTO steps VALUES (?, ?, ?)", row)
             positions = _positions(connection, {one.rollout_id for one in record.rollouts})
             for one in record.rollouts:
                 if (position := positions.get(one.rollout_id)) is not None:
                     _enter_record(connection, position, record.step, one)
+
+    def drop_steps(self, steps: Iterable[int]) -> None:
+        """Forget what steps made of their rollouts: they are made anew."""
+        with self._change() as connection:
+            for step in steps:
+                _drop_step(connection, step)
 
     def steps(self) -> dict[int, int]:
         """The steps that are entered, with `written`."""
@@ -222,6 +225,17 @@ def _why_not_trained(rollout: Rollout) -> str | None:
     if rollout.counting_attempt_id is None:
         return "cancelled" if rollout.status == "cancelled" else "infrastructure"
     return None if rollout.mode == "train" else "validation"
+
+
+def _drop_step(connection: sqlite3.Connection, step: int) -> None:
+    of_step = "WHERE position IN (SELECT position FROM records WHERE step = ?)"
+    for statement in (
+        f"UPDATE rollouts SET trained_step = NULL, trained = NULL, advantage = NULL {of_step}",
+        f"DELETE FROM exclusions {of_step}",
+        "DELETE FROM records WHERE step = ?",
+        "DELETE FROM steps WHERE step = ?",
+    ):
+        connection.execute(statement, (step,))
 
 
 def _enter_record(connection: sqlite3.Connection, position: int, step: int, record: RolloutRecord) -> None:

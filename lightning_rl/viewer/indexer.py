@@ -89,10 +89,13 @@ class Indexer:
             self._stop.wait(_PAUSE_SECONDS)
 
     def _new_steps(self) -> list[tuple[Path, int]]:
+        """The records that are to be entered; those of steps that a resumed run does anew are out."""
         if self._run_dir is None:
             return []
-        steps = self.index.steps()
-        return [(file, at) for file, at in step_record.files(self._run_dir) if steps.get(int(file.stem)) != at]
+        steps, files = self.index.steps(), step_record.files(self._run_dir)
+        if gone := steps.keys() - {int(file.stem) for file, _ in files}:
+            self.index.drop_steps(gone)
+        return [(file, at) for file, at in files if steps.get(int(file.stem)) != at]
 
     def _enter_steps(self, records: list[tuple[Path, int]]) -> str | None:
         """Enter step records; why the last that cannot be read cannot."""

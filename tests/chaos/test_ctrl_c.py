@@ -7,6 +7,7 @@ others, `CHAOS_INTERRUPTS` so many.
 import json
 import os
 import random
+import re
 import signal
 import sqlite3
 import subprocess
@@ -90,6 +91,10 @@ def test_interrupts_lose_nothing(tmp_path: Path) -> None:
         # CPython ends by the signal itself where it came inside an exec'd string, or before there was a handler.
         assert child.returncode in (0, *(status for each in ENDED_BY for status in (128 + each, -each))), case
         assert "Traceback" not in errors, case
+        if "Interrupted." in errors:
+            assert re.search(r"It goes on (behind step-\d+, its last|from its beginning, .* every 3 steps)", errors), (
+                case
+            )
         told += "Interrupted. Go on with: lightning-rl train --resume" in errors
         assert eventually_none(tmp_path) == [], case
         if (tmp_path / "run" / "store.db").exists():

@@ -572,6 +572,15 @@ def test_a_run_that_has_just_begun_is_read(tmp_path: Path) -> None:
     assert "nothing was found" in told("--run-dir", str(tmp_path))
 
 
+def test_steps_that_a_resumed_run_does_anew_are_not_read_as_they_were(tmp_path: Path) -> None:
+    dead = [step_of(step, *group(step, 0, [1.0, 1.0], 0.0)) for step in range(5, 30)]
+    folder = run_of(
+        tmp_path, steps=[*steps_of(*[([0.0, 1.0], 1.0)] * 4), *dead], metrics=[metrics_of(1), metrics_of(2)]
+    )
+    assert [step.step for step in gather(folder).steps] == [1]
+    assert "groups_without_variance" not in findings(folder)
+
+
 def test_the_half_line_of_a_run_that_died_is_no_line(tmp_path: Path) -> None:
     folder = run_of(tmp_path)
     with (folder / "metrics.jsonl").open("ab") as file:

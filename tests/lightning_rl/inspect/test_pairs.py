@@ -6,10 +6,12 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from msgspec.structs import replace
 
 from lightning_rl.inspect.export import COLUMNS, export
 from lightning_rl_adapters import semconv
 from lightning_rl_adapters.call import Call
+from lightning_rl_adapters.media import Placed
 from tests.adapters.words import ids, say
 from tests.lightning_rl.inspect.runs import open_store, record
 
@@ -42,6 +44,18 @@ def test_a_pair_stands_where_best_and_worst_first_part(tmp_path: Path) -> None:
     assert pair["prompt_ids"] == ids("a b c")
     assert (pair["chosen_ids"], pair["rejected_ids"]) == (ids("right"), ids("wrong"))
     assert (pair["chosen_call_id"], pair["rejected_call_id"]) == ("0-2-c2", "0-0-c2")
+
+
+def test_answers_to_other_images_are_no_pair(tmp_path: Path) -> None:
+    def shown(answer: str, image: str) -> list[Call]:
+        return [replace(say(1, "look", answer), media=[Placed(0, 1, image)])]
+
+    found = pairs_of(
+        tmp_path,
+        [(shown("right", "cat"), 1.0), (shown("wrong", "dog"), 0.0)],
+        [(shown("right", "cat"), 1.0), (shown("wrong", "cat"), 0.0)],
+    )
+    assert [pair["group_id"] for pair in found] == ["g1"]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from lightning_rl.ppo.run_state import changes_to_warn_of
 from lightning_rl.telemetry.generations import Generations
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trainer import RunFolderUsed
+from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.trajectory import Trajectory
 from lightning_rl.tutorial import checkpoint
 from lightning_rl_adapters import forest, rows
@@ -144,6 +145,8 @@ def test_a_run_that_does_steps_anew_with_other_updates_is_told_so(tmp_path: Path
     (tmp_path / "steps" / "000005.msgpack").touch()
     assert told(optim={"lr": 1e-6}) == told(optim={"lr": None}) == []
     assert told() == told(ppo_max_token_len_per_gpu=99_000, fsdp_config={"param_offload": True}) == []
+    step_record.set_aside(tmp_path, after=3)  # and the steps were done before still
+    assert sorted(file.name for file in (tmp_path / "steps").iterdir()) == ["000003.msgpack", "000005.former"]
     [changed] = told(optim={"lr": 3e-4}, clip_ratio=0.3)
     names = "actor_rollout_ref.actor.clip_ratio, actor_rollout_ref.actor.optim.lr"
     assert changed.startswith(f"{names}: changed, and steps 4 to 5 were done before with other values")

@@ -11,6 +11,7 @@ from lightning_rl.ppo import run_state
 from lightning_rl.ppo.run_state import PolicyState, RunState, TuningRecord, begin_from, changes_to_warn_of
 from lightning_rl.rl.kl import AdaptiveKL, FixedKL
 from lightning_rl.training import checkpoint
+from lightning_rl.trajectories import step_record
 
 
 def adaptive(value: float) -> AdaptiveKL:
@@ -82,6 +83,18 @@ def test_a_key_that_is_new_since_the_run_began_has_not_changed(tmp_path: Path) -
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "000005.msgpack").touch()
     assert list(changes_to_warn_of(compose({}), tmp_path, 3)) == []
+
+
+def test_records_of_steps_that_are_made_anew_are_set_aside(tmp_path: Path) -> None:
+    state = RunState(compose({}), tmp_path)
+    (tmp_path / "steps" / "writer").mkdir(parents=True)
+    for name in ("000001", "000002", "writer/000002"):
+        (tmp_path / "steps" / f"{name}.msgpack").touch()
+    state.step = 1
+    state.begin_session("run", 0)
+    assert [file.name for file, _ in step_record.files(tmp_path)] == ["000001.msgpack"]
+    assert not list((tmp_path / "steps" / "writer").glob("*.msgpack"))
+    assert step_record.furthest(tmp_path) == 2
 
 
 def test_a_checkpoint_of_sft_is_refused_with_what_goes_on_with_it(

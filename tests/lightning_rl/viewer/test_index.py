@@ -196,6 +196,10 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
     step_record.write(run_dir, record_of(3, {"train-3-new": (1.0, -2.0, 1)}))  # a resumed run writes it anew
     run.indexer.look()
     assert run.answer("rollouts", {"text": "otters"})["rollouts"][0]["advantage"] == -2.0
+    step_record.set_aside(run_dir, after=2)  # and one that goes on from an earlier step has it yet to do
+    run.indexer.look()
+    assert run.answer("rollouts", {"text": "otters"})["rollouts"][0]["advantage"] is None
+    assert run.index.record_of("train-3-new") is None
     run.close()
     assert not run.index.path.exists()  # nothing is left behind
 
