@@ -263,6 +263,13 @@ class RunState:
         """Note the run's id, and when this session of it began, by the server's clock; steps behind the one that it
         goes on from are to be made anew."""
         self.run_id = run_id
+        if not self.step and (before := step_record.furthest(self.run_dir)):
+            _log.warning(
+                "the run in %s has no checkpoint, so it begins with step 1 again; %d steps were made before "
+                "(trainer.save_freq=N saves one every N steps)",
+                self.run_dir,
+                before,
+            )
         step_record.set_aside(self.run_dir, after=self.step)
         self.began_ns = began_ns  # calls before it are of earlier sessions
 

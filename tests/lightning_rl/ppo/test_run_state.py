@@ -85,6 +85,17 @@ def test_a_key_that_is_new_since_the_run_began_has_not_changed(tmp_path: Path) -
     assert list(changes_to_warn_of(compose({}), tmp_path, 3)) == []
 
 
+def test_a_run_without_a_checkpoint_says_that_it_begins_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = RunState(compose({}), tmp_path)
+    state.begin_session("run", 0)
+    assert caplog.messages == []
+    (tmp_path / "steps").mkdir()
+    (tmp_path / "steps" / "000005.msgpack").touch()
+    state.begin_session("run", 0)
+    [told] = caplog.messages
+    assert "has no checkpoint, so it begins with step 1 again; 5 steps were made before" in told
+
+
 def test_records_of_steps_that_are_made_anew_are_set_aside(tmp_path: Path) -> None:
     state = RunState(compose({}), tmp_path)
     (tmp_path / "steps" / "writer").mkdir(parents=True)
