@@ -11,13 +11,15 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import yaml
 
+from lightning_rl.algorithms.evaluation import Evaluation
 from lightning_rl.files import LOCK, finished, is_held
 from lightning_rl.inspect.recorded import STORE, NotRecorded
 from lightning_rl.telemetry.metrics import jsonl
 
-METRICS, CONFIG = "metrics.jsonl", "config.yaml"
+METRICS, CONFIG, EVALUATIONS = "metrics.jsonl", "config.yaml", "evaluations.json"
 URL_FILE, KEY_FILE = "server.url", "admin.key"
 _SECRET = re.compile(
     r"(^|[._-])(api_?key|key|token|secret|pwd|pat|credentials?)$|(password|passwd|secret_?key)$", re.IGNORECASE
@@ -132,8 +134,19 @@ def state(run_dir: Path) -> str:
     """`running`, `finished`, or `stopped` (it ended before its last step, or crashed)."""
     if is_held(run_dir / LOCK):
         return "running"
-    ended = finished(run_dir) is not None or (run_dir / "evaluations.json").is_file()
+    ended = finished(run_dir) is not None or (run_dir / EVALUATIONS).is_file()
     return "finished" if ended else "stopped"
+
+
+def evaluations(run_dir: Path) -> list[str]:
+    """What a baseline measured on each of its datasets, in words; none of another run, or before it ended."""
+    file = run_dir / EVALUATIONS
+    measured = msgspec.json.decode(file.read_bytes(), type=list[dict[str, Any]]) if file.is_file() else []
+    # What was not measured is null in JSON.
+    return [
+        str(Evaluation(**{name: math.nan if value is None else value for name, value in one.items()}))
+        for one in measured
+    ]
 
 
 def config(run_dir: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ export async function nowView(place, { run }) {
   const draw = async () => {
     const [now, metrics] = await Promise.all([ask(ofRun(run, "now")), ask(ofRun(run, "metrics"))]);
     const scrolled = document.scrollingElement?.scrollTop ?? 0;
-    replaced(place, progress(now), h("div", { class: "tiles" }, tiles(now)), accountBar(now.account),
+    replaced(place, progress(now), h("div", { class: "tiles" }, tiles(now)), now.evaluations.length ? evaluationList(now.evaluations) : accountBar(now.account),
       h("div", { class: "two even" }, h("section", {}, h("h2", { class: "minor" }, "Waiting"), waitingList(now), h("h2", { class: "minor" }, "Engines"), engineTable(now.server, now.state), findingList(now.doctor, run)),
         h("section", {}, NOW_CURVES.filter((name) => metrics.series[name]).map((name) => curve(metricName(name), [{ label: metricName(name), colour: 0, points: metrics.series[name] }])), h("h2", { class: "minor" }, "Open rollouts"), openTable(run, now))));
     document.scrollingElement?.scrollTo(0, scrolled);
@@ -23,7 +23,7 @@ export async function nowView(place, { run }) {
 
 function progress(now) {
   const share = now.steps && now.step !== null ? Math.min(now.step / now.steps, 1) : null;
-  return h("header", { class: "rollout-head" }, chip(now.state, now.state), h("span", { class: "big" }, now.step === null ? "no step is done yet" : ["step ", h("b", {}, number(now.step)), now.steps ? ` of ${number(now.steps)}` : ""]),
+  return h("header", { class: "rollout-head" }, chip(now.state, now.state), h("span", { class: "big" }, now.step === null ? (now.evaluations.length ? "the agent was measured, not trained" : "no step is done yet") : ["step ", h("b", {}, number(now.step)), now.steps ? ` of ${number(now.steps)}` : ""]),
     share === null ? null : h("progress", { value: share, max: 1, "aria-label": "steps done" }),
     now.last?.["timing_s/step"] ? h("span", { class: "note" }, `${duration(now.last["timing_s/step"])} a step`, now.state === "running" && now.steps ? `, about ${duration((now.steps - now.step) * now.last["timing_s/step"])} left` : "") : null);
 }
@@ -36,6 +36,10 @@ function tiles(now) {
     ...(now.server && !server.problem ? [["calls in flight", server.in_flight], ["calls parked", parked], ["open attempts", server.open_attempts], ["tokens pending", server.tokens_pending]] : []),
   ];
   return shown.map(([label, value]) => h("div", { class: "tile" }, h("b", {}, number(value)), h("span", {}, label)));
+}
+
+export function evaluationList(evaluations) {
+  return h("section", {}, h("h2", { class: "minor" }, "Measured"), h("ul", { class: "plain" }, evaluations.map((told) => h("li", {}, plainText(told)))));
 }
 
 export function accountBar(account) {

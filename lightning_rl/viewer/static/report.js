@@ -3,7 +3,7 @@
 import { h, replaced, chip, metricName, number, signed, duration, plainText, empty, taskText, select } from "./dom.js";
 import { ask, link, ofRun } from "./data.js";
 import { curve } from "./curve.js";
-import { accountBar, findingList } from "./now.js";
+import { accountBar, evaluationList, findingList } from "./now.js";
 import { thenAndNow } from "./groups.js";
 import { rolloutView } from "./rollout.js";
 import { COLOURINGS, scaleOf, tokenBlock, tokenLegend, tokenValues } from "./tokens.js";
@@ -26,7 +26,7 @@ async function showReport() {
     return;
   }
   const [summary, metrics, config] = await Promise.all(["summary", "metrics", "config"].map((path) => ask(ofRun(RUN, path))));
-  replaced(view, headline(summary, report), curvesSection(metrics), accountBar(summary.account), h("section", {}, findingList(report.doctor, RUN)), await pairsSection(report), settingsSection(report, config), repeatSection(report));
+  replaced(view, headline(summary, report), ...(summary.evaluations?.length ? [evaluationList(summary.evaluations)] : [curvesSection(metrics), accountBar(summary.account)]), h("section", {}, findingList(report.doctor, RUN)), await pairsSection(report), settingsSection(report, config), repeatSection(report));
   replaced(place, view);
 }
 
@@ -38,7 +38,7 @@ function headline(summary, report) {
       best ? h("div", { class: "tile" }, h("b", {}, number(best.value)), h("span", {}, `best, at step ${best.step}`)) : null,
       h("div", { class: "tile" }, h("b", {}, number(summary.steps ?? 0)), h("span", {}, "steps")), summary.seconds ? h("div", { class: "tile" }, h("b", {}, duration(summary.seconds)), h("span", {}, "of training")) : null,
       report.rollouts ? h("div", { class: "tile" }, h("b", {}, number(report.rollouts.rollouts)), h("span", {}, "rollouts")) : null),
-    h("p", {}, "Model: ", h("span", { class: "mono" }, plainText(summary.model ?? "not told"))));
+    summary.model ? h("p", {}, "Model: ", h("span", { class: "mono" }, plainText(summary.model))) : null);
 }
 
 function curvesSection(metrics) {

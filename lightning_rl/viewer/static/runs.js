@@ -23,7 +23,7 @@ export async function runsView(place, { query, go, runs }) {
     h("tbody", {}, runs.map((run) => h("tr", {}, h("td", {}, h("input", { type: "checkbox", checked: chosen.has(run.key), "aria-label": `show ${run.name}`, onchange: (event) => { if (event.target.checked) chosen.add(run.key); else chosen.delete(run.key); keep(); update(); } })),
       h("td", { class: "wide" }, h("a", { href: link(run.key, "now") }, plainText(run.name)), run.problem ? h("div", { class: "problem" }, plainText(run.problem)) : h("div", { class: "note path" }, plainText(run.folder ?? ""))),
       h("td", {}, chip(run.state, run.state)), h("td", { class: "right" }, number(run.steps ?? null)),
-      h("td", { class: "right tight", title: run.best ? `${run.best.label}, at step ${run.best.step}` : "" }, run.best ? [number(run.best.value), h("div", { class: "note" }, `${run.best.label}, step ${run.best.step}`)] : "–"), h("td", { class: "right" }, run.best ? number(run.best.last) : "–"),
+      h("td", { class: "right tight", title: run.best ? `${run.best.label}, at step ${run.best.step}` : "" }, run.best ? [number(run.best.value), h("div", { class: "note" }, `${run.best.label}, step ${run.best.step}`)] : run.evaluations?.length ? h("div", { class: "note" }, run.evaluations.map((told) => h("div", {}, plainText(told)))) : "–"), h("td", { class: "right" }, run.best ? number(run.best.last) : "–"),
       h("td", {}, sparkline(run.curve)), h("td", { class: "right tight" }, run.seconds ? duration(run.seconds) : "–"), h("td", { class: "right note tight" }, run.written ? new Date(run.written * 1000).toLocaleString() : "–")))));
   replaced(place, table, curves, differences);
   await update();

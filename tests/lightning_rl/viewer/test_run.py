@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from lightning_rl.algorithms.evaluation import evaluate
 from lightning_rl.cli import dashboard
 from lightning_rl.files import owned
 from lightning_rl.inspect.recorded import NotRecorded
@@ -160,6 +161,17 @@ def test_a_run_that_is_held_is_running_and_looking_never_takes_its_lock(run: Vie
     assert run_folder.state(run.run_dir) == "stopped"
     (run.run_dir / "evaluations.json").write_text("[]")
     assert run_folder.state(run.run_dir) == "finished", "as a baseline ends"
+
+
+def test_what_a_baseline_measured_is_told_in_words(run: ViewedRun) -> None:
+    assert run.run_dir is not None
+    assert run.answer("now", {})["evaluations"] == run.answer("summary", {})["evaluations"] == []
+    measured = [evaluate("train", {"a": [1.0], "b": [0.0], "c": [1.0]}), evaluate("val", {"a": [0.5]}, failed=1)]
+    (run.run_dir / "evaluations.json").write_bytes(msgspec.json.encode(measured))
+    told = run.answer("summary", {})["evaluations"]
+    assert told == run.answer("now", {})["evaluations"] == [str(one) for one in measured]
+    assert told[0].startswith("train: accuracy 0.667, 95 % confidence 0.208 to 0.939 (3 tasks, 3 rollouts)")
+    assert "unknown of fewer than two tasks" in told[1]
 
 
 def test_curves_go_by_step_and_by_time(tmp_path: Path) -> None:
