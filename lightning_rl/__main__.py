@@ -4,6 +4,7 @@ Invariant: what a person did wrong, and a Ctrl-C at any moment, is a line on std
 traceback.
 """
 
+import io
 import logging
 import signal
 import sys
@@ -18,6 +19,8 @@ def main() -> None:
     try:
         from lightning_rl.cli import app
 
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         app(standalone_mode=True)
     except KeyboardInterrupt:

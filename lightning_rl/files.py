@@ -56,7 +56,7 @@ def is_held(lock: Path) -> bool:
     """Whether a process holds this lock file. It is looked up, never taken: whoever takes it could refuse a trainer."""
     try:
         status = lock.stat()
-        held = Path("/proc/locks").read_text()
+        held = Path("/proc/locks").read_text(encoding="utf-8")
     except OSError:
         return False
     device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"

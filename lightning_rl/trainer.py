@@ -469,7 +469,7 @@ def _run_id(run_dir: Path, algorithm: Algorithm, *, attaches: bool) -> str:
             f"{run_dir} is of a run that attached to {' and '.join(urls)}, where its rollouts are: go on with it with "
             f"server={urls if len(urls) > 1 else urls[0]!r} (`--server` on the command line)"
         )
-    if file.exists() and (run_id := file.read_text()):
+    if file.exists() and (run_id := file.read_text(encoding="utf-8")):
         return run_id
     _log.warning(
         "%s holds a run and no file %s, so it goes on under a new id: what it had in flight is left, and its step is "
@@ -483,7 +483,7 @@ def _run_id(run_dir: Path, algorithm: Algorithm, *, attaches: bool) -> str:
 def _with_new_session(run_dir: Path) -> list[str]:
     """The sessions that the folder knows of, and the one that begins now."""
     file = run_dir / _SESSIONS
-    sessions = [*(file.read_text().split() if file.exists() else []), secrets.token_hex(8)]
+    sessions = [*(file.read_text(encoding="utf-8").split() if file.exists() else []), secrets.token_hex(8)]
     _write_private(file, "\n".join(sessions))
     return sessions
 
@@ -491,7 +491,7 @@ def _with_new_session(run_dir: Path) -> list[str]:
 def _write_urls(run_dir: Path, urls: Sequence[str]) -> None:
     """Note where the run's rollouts are, for those who read its folder; warn of servers that are left out now."""
     file = run_dir / "server.url"
-    before = file.read_text().split() if file.exists() else []
+    before = file.read_text(encoding="utf-8").split() if file.exists() else []
     if len(before) > len(urls):
         missing_urls = ", ".join(url for url in before if url not in urls)
         _log.warning(

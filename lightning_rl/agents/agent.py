@@ -94,9 +94,9 @@ class FunctionAgent(Agent):
         for name, resource in self._injected.items():
             if name not in ("resources", "rollout", *self._optional) and resource not in available:
                 raise AgentSignature(
-                    f"{called(self.function)}: nothing fills parameter {name!r}; this run has the models "
+                    f"{called(self.function)}: nothing fills parameter {name!r}; this run publishes "
                     f"{sorted(available)}: name one in gateway.backends.{name} (frozen) or policies.{name} (trained), "
-                    "or give the parameter a default (prompts are published by lrl.PromptOptimization, "
+                    "or give the parameter a default (prompts are published by their names by lrl.PromptOptimization, "
                     "or an algorithm of your own: lrl.algo)"
                 )
 
@@ -280,6 +280,10 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
             f"{called(function)} is a class: give an object of it, which is called with a task, or let it subclass "
             "lrl.Agent"
         )
+    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, _call(function))):
+        raise AgentSignature(
+            f"{called(function)} yields: an agent returns its reward, and gives others on its way (lrl.emit_reward)"
+        )
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
         raise AgentSignature(f"{called(function)} takes no task: its first parameter is the task, given by position")
@@ -298,6 +302,11 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
                 f"'rollout' or '{_PROMPT}', annotate it LLM or PromptTemplate, or give it a default"
             )
     return injected
+
+
+def _call(function: Callable[..., Any]) -> Any:
+    """What calling an object runs."""
+    return getattr(type(function), "__call__", None)  # noqa: B004 - it is looked at, and not asked for
 
 
 def called(function: Callable[..., Any]) -> str:

@@ -111,6 +111,11 @@ class PromptOptimization(Baseline):
             reward=reward,
             resume=resume,
         )
+        if not isinstance(prompts, Mapping):
+            raise TypeError(
+                "prompts are a dict by the names of the agent's parameters, as {'prompt_template': ...}, "
+                f"got {prompts!r:.80}"
+            )
         if not prompts:
             raise ValueError(
                 "there is no prompt to improve: PromptOptimization({'prompt_template': 'Answer: {question}'}, ...)"
@@ -197,7 +202,8 @@ class PromptOptimization(Baseline):
         write_whole(self.run_dir / PROMPTS, msgspec.json.format(msgspec.json.encode(outcome)) + b"\n")
         for evaluation in self.evaluations:
             print(evaluation)
-        print(f"{len(self.candidates)} candidates and the best are in {self.run_dir / PROMPTS}")
+        tried = "1 candidate" if len(self.candidates) == 1 else f"{len(self.candidates)} candidates"
+        print(f"{tried} and the best are in {self.run_dir / PROMPTS}")
 
     def tried(self, tasks: Sequence[Task], prompts: Prompts) -> list[RolloutTrace]:
         """The `n` finished rollouts of each task of a data set with these prompts, task by task. Those that the store
@@ -262,7 +268,7 @@ class _Reflections:
             model = LM(model)
         self._ask = model
         self._file = file
-        self._lines = file.read_text().splitlines() if file.exists() else []
+        self._lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         self._earlier: dict[str, list[str]] = defaultdict(list)  # by the prompt, in order
         for reflection in map(json.loads, self._lines):
             self._earlier[reflection["prompt"]].append(reflection["answer"])

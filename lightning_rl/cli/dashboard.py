@@ -102,5 +102,5 @@ def _key(folders: list[Path]) -> str:
         return key
     for file in (folder / _KEY_FILE for folder in folders):
         if file.is_file():
-            return file.read_text().strip()
+            return file.read_text(encoding="utf-8").strip()
     raise NoKey(f"set {ADMIN_KEY} to the admin key, or name the folder of a run that has one: it is asked for there")

@@ -113,7 +113,7 @@ def _teachers_bytes(config: Config) -> int:
 
 def _available() -> int:
     """What Linux says can be had without swapping."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
+    for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ConfigError("/proc/meminfo does not say how much memory there is")

@@ -221,7 +221,7 @@ def _place(run_dir: Path | None, url: str | None) -> "Iterator[RolloutSource]":
         if not recorded.is_attached(folder) or not (folder / recorded.RUN_ID).is_file():
             yield places.RolloutFolder(folder)
             return
-        urls, run_id = recorded.server_urls(folder), (folder / recorded.RUN_ID).read_text().strip()
+        urls, run_id = recorded.server_urls(folder), (folder / recorded.RUN_ID).read_text(encoding="utf-8").strip()
     with contextlib.ExitStack() as stores:
         servers = [places.RolloutServer(stores.enter_context(_server(run_dir, each)), run_id) for each in urls]
         yield servers[0] if len(servers) == 1 else places.RolloutServers(servers)
@@ -232,6 +232,7 @@ def _server(run_dir: Path | None, url: str | None) -> "Iterator[PagedStore]":
     """The server at `url`, else the one of the run in `run_dir`, which must be alive. Raises NoServer."""
     from lightning_rl.inspect import recorded
     from lightning_rl.inspect.rollout_source import PagedStore
+    from lightning_rl.store.errors import NotAllowed
 
     if url is None:
         folder = recorded.newest_run() if run_dir is None else run_dir
@@ -240,7 +241,7 @@ def _server(run_dir: Path | None, url: str | None) -> "Iterator[PagedStore]":
                 f"this needs a running server, and no run goes on in {folder.resolve()}: name one with --url, its "
                 f"admin key in {ADMIN_KEY}"
             )
-        url, key = ((folder / name).read_text().strip() for name in (URL_FILE, KEY_FILE))
+        url, key = ((folder / name).read_text(encoding="utf-8").strip() for name in (URL_FILE, KEY_FILE))
     else:
         if not url.startswith(("http://", "https://")):
             raise NoServer(f"--url {url} is no URL; give http://... or https://...")
@@ -248,6 +249,8 @@ def _server(run_dir: Path | None, url: str | None) -> "Iterator[PagedStore]":
     store = PagedStore(url, key)
     try:
         yield store
+    except NotAllowed as error:
+        raise NoServer(f"{url} refuses the key: name the server's admin key in {ADMIN_KEY} ({error})") from error
     finally:
         store.close()
 
@@ -269,7 +272,7 @@ def _key(run_dir: Path | None) -> str:
             f"set {ADMIN_KEY} to the server's admin key, or name the folder of its run with --run-dir: a run keeps its "
             f"key there, in {KEY_FILE}"
         )
-    return file.read_text().strip()
+    return file.read_text(encoding="utf-8").strip()
 
 
 def _columns() -> tuple[str, ...]:

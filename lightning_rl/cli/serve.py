@@ -164,7 +164,7 @@ def run(
     A trainer attaches with `lightning-rl train --server URL`; the engines of its model are then the trainer's to name.
     """
     from lightning_rl.config.otlp_endpoint import traces_url
-    from lightning_rl.control_plane.process import ServerSettings, listen_and_serve
+    from lightning_rl.control_plane.process import ServerSettings, listen_and_serve, listening_at
     from lightning_rl.files import owned
 
     admin_key, runner_key = _keys(host)
@@ -197,6 +197,7 @@ def run(
         housekeeping=housekeeping_rules(housekeeping or []),
         limits=limits(limit or ()),
     )
+    listening_at(host, port).close()  # where that cannot be, it is said before a model is loaded
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with owned(folder):
         _log_to(folder / LOG)

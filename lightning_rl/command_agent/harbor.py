@@ -49,7 +49,7 @@ def of_task(task: Any) -> HarborTask | None:
 
 def _read(folder: Path) -> HarborTask:
     try:
-        fields = tomllib.loads((folder / "task.toml").read_text())
+        fields = tomllib.loads((folder / "task.toml").read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise CommandError(f"{folder / 'task.toml'} cannot be read: {error}") from error
     if "steps" in fields:

@@ -218,7 +218,9 @@ def read_back(file: Path, schema: type[C]) -> C:
     """What `to_yaml` wrote, without composing it anew. A file that does not fit as it stands, since somebody changed it
     or another release wrote it, is composed. Raises ConfigError as `compose` does."""
     try:
-        return msgspec.convert(yaml.load(file.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader)), schema)
+        return msgspec.convert(
+            yaml.load(file.read_text(encoding="utf-8"), getattr(yaml, "CSafeLoader", yaml.SafeLoader)), schema
+        )
     except (yaml.YAMLError, msgspec.ValidationError):
         return compose(file=file, schema=schema)
 

@@ -70,7 +70,7 @@ def command_of(script: Path, environment: Mapping[str, str] = os.environ) -> Ver
 
     Raises ScriptError where it starts none, several, or another program of verl's.
     """
-    words = _one(_commands(script.read_text(), script, environment), script)
+    words = _one(_commands(script.read_text(encoding="utf-8"), script, environment), script)
     if "-m" not in words:  # the command stands in one word, as `bash -c` and `ssh` take it
         inner = next(word for word in words if " -m verl." in word)
         words = _one(_commands(inner, script, environment), script)

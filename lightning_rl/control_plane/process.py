@@ -136,7 +136,7 @@ def listen_and_serve(settings: ServerSettings, announce: Callable[[str], None], 
     with (
         _alone_in(Path(settings.run_dir)),
         _alone_at(settings.store),
-        _listen(settings.host, settings.port) as listening,
+        listening_at(settings.host, settings.port) as listening,
     ):
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         url = settings.url or f"http://{host}:{listening.getsockname()[1]}"
@@ -195,7 +195,8 @@ def _alone_at(store: str) -> Iterator[None]:
         yield
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listening_at(host: str, port: int) -> socket.socket:
+    """A socket that listens there; port 0: any that is free. Raises CannotStart."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family, backlog=2048)
@@ -325,7 +326,7 @@ def _keep_journal_apart(run_dir: Path, url: str, store: str) -> None:
     """Note in the run folder whose store its journal is for. Raises CannotStart where what waits in it is for another
     store, which would take it without an error, so that the calls were lost."""
     file, journal = run_dir / STORE_ID, run_dir / JOURNAL
-    former = file.read_text() if file.exists() else None
+    former = file.read_text(encoding="utf-8") if file.exists() else None
     if former == store:
         return
     if former is not None and journal.exists() and journal.stat().st_size:
@@ -344,7 +345,7 @@ def _gateway_id(run_dir: Path) -> str:
     file = run_dir / GATEWAY_ID
     if not file.exists():
         write_whole(file, f"g{secrets.token_hex(10)}".encode())
-    return file.read_text()
+    return file.read_text(encoding="utf-8")
 
 
 def _publish_policy(store: SqlStore, model: str) -> None:

@@ -220,7 +220,7 @@ def _harbor_folder(path: Path) -> Iterator[Any]:
     for file in sorted(path.glob("*/task.toml")):
         folder = file.parent.resolve()
         try:
-            instruction = (folder / "instruction.md").read_text()
+            instruction = (folder / "instruction.md").read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{folder}: a Harbor task has an instruction.md: {error}") from error
         yield {"name": folder.name, "prompt": instruction.strip(), HARBOR: str(folder)}

@@ -100,7 +100,7 @@ def with_config(folder: Path, changes: Mapping[str, Any], into: Path) -> Path:
         link = into / file.name
         if file.name != "config.json" and not link.exists():
             link.symlink_to(file.resolve())
-    config = _merged(json.loads((folder / "config.json").read_text()), changes)
+    config = _merged(json.loads((folder / "config.json").read_text(encoding="utf-8")), changes)
     (into / "config.json").write_text(json.dumps(config, indent=2))
     try:
         AutoConfig.from_pretrained(into)

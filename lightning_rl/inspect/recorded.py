@@ -138,7 +138,7 @@ def _reading(store: Path) -> Iterator[sa.Connection]:
 
 def server_urls(run_dir: Path) -> list[str]:
     """Where the servers of an attached run are, or were, a line of the file for each."""
-    return (run_dir / SERVER_URL).read_text().split()
+    return (run_dir / SERVER_URL).read_text(encoding="utf-8").split()
 
 
 def _copy(run_dir: Path, store: Path) -> None:
@@ -155,7 +155,7 @@ def _copy(run_dir: Path, store: Path) -> None:
     with ExitStack() as close:
         servers = [close.enter_context(closing(HttpStore(url, key))) for url in urls]
         try:
-            copy_run(servers, (run_dir / RUN_ID).read_text().strip(), store)
+            copy_run(servers, (run_dir / RUN_ID).read_text(encoding="utf-8").strip(), store)
         except NotAllowed as error:
             raise NotRecorded(f"{where} and refuses the key in {ADMIN_KEY}: set it to its admin key") from error
         except StoreError as error:

@@ -95,7 +95,7 @@ def makers(path: str | None) -> dict[str, Callable[[], Agent]]:
     if path is None:
         return dict(_BUILT_IN)
     try:
-        entries = yaml.safe_load(Path(path).read_text())
+        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{_AGENT}.agent_loop_config_path: {path} cannot be read: {error}") from error
     if not isinstance(entries, list):

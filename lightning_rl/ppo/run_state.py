@@ -97,7 +97,7 @@ def changes_to_warn_of(config: Config, run_dir: Path, step: int) -> Iterator[str
     anew than sampled what the store has of these."""
     if not (file := run_dir / "config.yaml").is_file():
         return
-    had, model = yaml.safe_load(file.read_text()), config.actor_rollout_ref.model
+    had, model = yaml.safe_load(file.read_text(encoding="utf-8")), config.actor_rollout_ref.model
     began_with = had["actor_rollout_ref"]["model"]["path"]
     if began_with != model.path and not model.lora_rank:  # the weights below an adapter are in no checkpoint
         yield (

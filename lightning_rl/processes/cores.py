@@ -37,7 +37,7 @@ def limit_threads() -> None:
 def _shares() -> Iterator[float]:
     """In cores, the limits of the control groups that this process is in: of its own and of those above."""
     try:
-        groups = [line.split(":", 2) for line in _OF_PROCESS.read_text().splitlines()]
+        groups = [line.split(":", 2) for line in _OF_PROCESS.read_text(encoding="utf-8").splitlines()]
     except OSError:  # not Linux
         return
     for _, controllers, path in groups:
@@ -68,6 +68,6 @@ def _of_version_1(group: Path) -> float | None:
 
 def _words(file: Path) -> list[str]:
     try:
-        return file.read_text().split()
+        return file.read_text(encoding="utf-8").split()
     except OSError:
         return []

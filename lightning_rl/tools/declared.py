@@ -144,7 +144,7 @@ def _servers(
     if file is None:
         raise ToolError(f"{where}: there is no file {path} in {folder}, nor in {Path.cwd()}")
     try:
-        specs = json.loads(file.read_text())["mcpServers"]
+        specs = json.loads(file.read_text(encoding="utf-8"))["mcpServers"]
         if not isinstance(specs, dict):
             raise TypeError(f"mcpServers is {specs!r:.80}")
     except (ValueError, KeyError, TypeError) as error:

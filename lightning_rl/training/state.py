@@ -195,7 +195,7 @@ def _values(folder: Path, tensor: Callable[[Stored], Any], part: Callable[[Path]
         dtype = getattr(torch, value["dtype"])
         return tensor(Stored(here, value[_TENSOR], dtype, torch.Size(value["shape"])))
 
-    state: dict[str, Any] = _decoded(json.loads((folder / _VALUES).read_text()), leaf)
+    state: dict[str, Any] = _decoded(json.loads((folder / _VALUES).read_text(encoding="utf-8")), leaf)
     return state
 
 

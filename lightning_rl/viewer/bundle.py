@@ -33,7 +33,7 @@ def modules(entry: str) -> list[str]:
 
     def add(name: str) -> None:
         if name not in names:
-            for imported in _IMPORT.findall((STATIC / name).read_text()):
+            for imported in _IMPORT.findall((STATIC / name).read_text(encoding="utf-8")):
                 add(imported)
             names.append(name)
 
@@ -43,7 +43,7 @@ def modules(entry: str) -> list[str]:
 
 def script(entry: str) -> str:
     """A module with all that it imports as one classic script; their top-level names are told apart by themselves."""
-    parts = (_EXPORT.sub("", _IMPORT.sub("", (STATIC / name).read_text())) for name in modules(entry))
+    parts = (_EXPORT.sub("", _IMPORT.sub("", (STATIC / name).read_text(encoding="utf-8"))) for name in modules(entry))
     return _BEGIN + "\n".join(parts) + _END
 
 
@@ -51,7 +51,7 @@ def document(title: str, answers: Mapping[str, Any], plain: str) -> str:
     """The file: `answers` by the paths that the page asks; `plain` is HTML that stands there until the script runs, and
     where it never does."""
     code = script("report.js")
-    style = (STATIC / "viewer.css").read_text()
+    style = (STATIC / "viewer.css").read_text(encoding="utf-8")
     policy = (
         f"default-src 'none'; script-src '{_digest(code)}'; style-src '{_digest(style)}'; img-src data:; "
         "base-uri 'none'; form-action 'none'"

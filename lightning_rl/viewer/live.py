@@ -28,12 +28,12 @@ def server_of(run_dir: Path, former: PagedStore | None) -> PagedStore | None:
     """The server of a run that is alive, by the key in its folder; None where there is no such key. `former` is closed
     where it is another one: a run that goes on has another server."""
     file, key = run_dir / URL_FILE, run_dir / KEY_FILE
-    url = file.read_text().strip().rstrip("/") if file.is_file() and key.is_file() else None
+    url = file.read_text(encoding="utf-8").strip().rstrip("/") if file.is_file() and key.is_file() else None
     if former is not None and former.url == url:
         return former
     if former is not None:
         former.close()
-    return None if url is None else PagedStore(url, key.read_text().strip())
+    return None if url is None else PagedStore(url, key.read_text(encoding="utf-8").strip())
 
 
 def at_servers(stores: Sequence[PagedStore]) -> dict[str, Any]:

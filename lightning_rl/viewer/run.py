@@ -113,7 +113,7 @@ class ViewedRun:
 
     def _run_id(self) -> str | None:
         file = None if self.run_dir is None else self.run_dir / RUN_ID
-        return file.read_text().strip() if file is not None and file.is_file() else None
+        return file.read_text(encoding="utf-8").strip() if file is not None and file.is_file() else None
 
     def _evidence(self) -> Evidence:
         if self._stores:

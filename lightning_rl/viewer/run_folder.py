@@ -142,11 +142,10 @@ def evaluations(run_dir: Path) -> list[str]:
     """What a baseline measured on each of its datasets, in words; none of another run, or before it ended."""
     file = run_dir / EVALUATIONS
     measured = msgspec.json.decode(file.read_bytes(), type=list[dict[str, Any]]) if file.is_file() else []
-    # What was not measured is null in JSON.
-    return [
-        str(Evaluation(**{name: math.nan if value is None else value for name, value in one.items()}))
-        for one in measured
-    ]
+    known: Iterator[dict[str, Any]] = (  # what was not measured is null in JSON
+        {name: math.nan if value is None else value for name, value in one.items()} for one in measured
+    )
+    return [str(Evaluation(**one)) for one in known]
 
 
 def config(run_dir: Path) -> dict[str, Any]:
@@ -162,7 +161,7 @@ def config(run_dir: Path) -> dict[str, Any]:
 
 @lru_cache(_FILES)
 def _read_config(file: Path, _stamp: tuple[int, int]) -> dict[str, Any]:
-    return dict(flat(yaml.safe_load(file.read_text()) or {}))
+    return dict(flat(yaml.safe_load(file.read_text(encoding="utf-8")) or {}))
 
 
 def flat(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

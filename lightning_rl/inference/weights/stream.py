@@ -188,7 +188,9 @@ def files_of(folder: Path) -> dict[str, Path] | None:
     """The safetensors file of each tensor of a Hugging Face folder; None where its weights are in other files."""
     index, alone = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
-        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+        return {
+            name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
+        }
     if not alone.exists():
         return None
     with safetensors.safe_open(alone, "pt") as opened:

@@ -23,4 +23,4 @@ def kept_id(path: Path, make: Callable[[], str]) -> str:
     """The id in the file `path`; the first time a new one, which is kept there."""
     if not path.exists():
         write_whole(path, make().encode())
-    return path.read_text()
+    return path.read_text(encoding="utf-8")

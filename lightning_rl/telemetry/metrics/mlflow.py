@@ -34,7 +34,7 @@ def experiment_of(client: Any, project: str) -> str:
 
 def run_id_of(run_dir: Path) -> str | None:
     """The id of the folder's MLflow run; None where no metrics go there."""
-    return (run_dir / _ID).read_text() if (run_dir / _ID).exists() else None
+    return (run_dir / _ID).read_text(encoding="utf-8") if (run_dir / _ID).exists() else None
 
 
 class MlflowTracker:

@@ -32,7 +32,9 @@ class FastTokenizer:
         self._tokenizer.no_truncation()  # a file may ask for it: no prompt is cut here, nor filled up
         self._tokenizer.no_padding()
         config_file = path / "tokenizer_config.json"
-        self.config: dict[str, Any] = json.loads(config_file.read_text()) if config_file.exists() else {}
+        self.config: dict[str, Any] = (
+            json.loads(config_file.read_text(encoding="utf-8")) if config_file.exists() else {}
+        )
         self.name_or_path = str(path)
         self.renderer: str | None = self.config.get("renderer")
         self.unk_token_id = self._special(self.config.get("unk_token"))

@@ -5,7 +5,7 @@ import functools
 import math
 import pickle
 import tomllib
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any
 
 import cloudpickle
@@ -295,7 +295,7 @@ def test_a_parameter_takes_the_model_of_its_name_or_its_default_or_is_an_error_b
     assert seen == [("judge", None, "critic"), ("judge", None, None)]
     backends = {"judge": {"kind": "openai", "url": "http://127.0.0.1:9/v1", "remote_model": "m"}}
     agent.check_resources(lrl.PPO({"gateway": {"backends": backends}}).resources)
-    with pytest.raises(AgentSignature, match=r"parameter 'judge'; this run has the models .'main_llm'.: name one in"):
+    with pytest.raises(AgentSignature, match=r"parameter 'judge'; this run publishes .'main_llm'.: name one in"):
         lrl.Trainer(agent).fit(lrl.PPO(), [1])
 
 
@@ -309,6 +309,14 @@ class Needy(lrl.Agent):
         self.key = key
 
 
+def yielding(task: Any) -> Iterator[float]:
+    yield 1.0
+
+
+async def yielding_later(task: Any) -> AsyncIterator[float]:
+    yield 1.0
+
+
 def by_keyword(*, task: Any) -> float:
     return 1.0
 
@@ -319,6 +327,8 @@ def by_keyword(*, task: Any) -> float:
         (Calls, "Calls is a class: give an object of it, which is called with a task"),
         (Needy, "Needy is a class that cannot be made without arguments .*'key'.: give an object of it"),
         (by_keyword, "by_keyword takes no task: its first parameter is the task, given by position"),
+        (yielding, "yielding yields: an agent returns its reward"),
+        (yielding_later, "yielding_later yields: an agent returns its reward"),
         (lambda **task: 1.0, "takes no task: its first parameter is the task, given by position"),
     ],
 )

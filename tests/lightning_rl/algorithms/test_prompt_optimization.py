@@ -212,6 +212,8 @@ def test_a_budget_for_no_round_and_no_tasks_are_refused() -> None:
         search(Reflects(), batch_size=0)
     with pytest.raises(ConfigError, match="no training tasks"):
         search(Reflects()).prepare([], TASKS)
+    with pytest.raises(TypeError, match=r"prompts are a dict by the names of the agent's parameters, .* got 'Count"):
+        lrl.PromptOptimization("Count {table}", lambda text: text, budget=9)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no prompt to improve"):
         lrl.PromptOptimization({}, Reflects(), budget=9)
 
