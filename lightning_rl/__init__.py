@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lightning_rl.agents.agent import Agent, rollout
     from lightning_rl.agents.emit import emit_exception, emit_message, emit_object, emit_reward, operation
     from lightning_rl.agents.resources import LLM, PromptTemplate, ProxyLLM
-    from lightning_rl.algorithms.base import Algorithm
+    from lightning_rl.algorithms.base import Algorithm, Endpoint
     from lightning_rl.algorithms.baseline import Baseline
     from lightning_rl.algorithms.prompt_optimization import PromptOptimization
     from lightning_rl.command_agent.agent import CommandAgent
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from lightning_rl.compat.messages import TraceToMessages
     from lightning_rl.ppo_algorithm import PPO, VERL
     from lightning_rl.sft_algorithm import SFT
-    from lightning_rl.store.contract import Rollout, RolloutConfig
+    from lightning_rl.store.contract import Rollout, RolloutConfig, RolloutRequest
     from lightning_rl.trainer import Trainer
     from lightning_rl.viewer.notebook import Run
     from lightning_rl_adapters.call import Call
@@ -93,6 +93,7 @@ _HOME = {
     "reward": "lightning_rl.compat.agent_lightning",
     "setup_logging": "lightning_rl.compat.agent_lightning",
     "Algorithm": "lightning_rl.algorithms.base",
+    "Endpoint": "lightning_rl.algorithms.base",
     "Baseline": "lightning_rl.algorithms.baseline",
     "CommandAgent": "lightning_rl.command_agent.agent",
     "PPO": "lightning_rl.ppo_algorithm",
@@ -107,6 +108,7 @@ _HOME = {
     "ProxyLLM": "lightning_rl.agents.resources",
     "Rollout": "lightning_rl.store.contract",
     "RolloutConfig": "lightning_rl.store.contract",
+    "RolloutRequest": "lightning_rl.store.contract",
     "Trainer": "lightning_rl.trainer",
     "Run": "lightning_rl.viewer.notebook",
     "Call": "lightning_rl_adapters.call",
@@ -131,6 +133,7 @@ __all__ = [
     "CommandAgent",
     "Dataset",
     "DummyTracer",
+    "Endpoint",
     "Forest",
     "Hook",
     "LLMProxy",
@@ -146,6 +149,7 @@ __all__ = [
     "ResourcesUpdate",
     "Rollout",
     "RolloutConfig",
+    "RolloutRequest",
     "Row",
     "Run",
     "Span",

@@ -44,6 +44,8 @@ class Endpoint(msgspec.Struct, kw_only=True):
     `housekeeping`: by program, texts of its requests that are no part of the task.
     `served_as`: the name by which it is asked for, where that is not `model`, by which its chat format is known.
     `more_models`: the names of the run's other policies.
+    `engines`: as `POST /api/v1/engines` takes them: `model`; `kind` (`vllm`, `sglang`, `openai`, `litellm`); `url`; and
+    `api_key`, where there is one.
     Without `tokenizer` (a folder) every model is a chat backend.
     """
 

@@ -72,6 +72,19 @@ def test_a_prompt_is_found_that_is_better_on_tasks_that_the_search_never_saw(tmp
 
 
 @pytest.mark.long
+def test_an_algorithm_of_ones_own_runs_from_a_baseline_and_from_the_ground_up(tmp_path: Path) -> None:
+    assert files_of("own-algorithm.md", tmp_path) == ["pass_at_k.py", "ask_a_service.py"]
+    assert re.search(r"^pass@4: (0\.\d+|1\.0+)$", run_in(tmp_path, "pass_at_k.py"), re.MULTILINE)
+    code = (tmp_path / "ask_a_service.py").read_text()
+    with running() as service:
+        service.reply = lambda request: "5" if request["temperature"] < 1.0 else "6"
+        (tmp_path / "ask_a_service.py").write_text(code.replace("http://127.0.0.1:8000/v1", service.url))
+        printed = run_in(tmp_path, "ask_a_service.py")
+        assert sorted(request["temperature"] for request in service.requests) == [0.0, 0.0, 0.5, 0.5, 1.0, 1.0]
+    assert "{0.0: 0.5, 0.5: 0.5, 1.0: 0.5}" in printed
+
+
+@pytest.mark.long
 def test_a_judge_gives_the_rewards(tmp_path: Path) -> None:
     files_of("reward-from-a-judge.md", tmp_path)
     code = (tmp_path / "train.py").read_text()
