@@ -4,6 +4,7 @@ A template tells how its model calls a tool only by writing a call. So a form is
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -50,6 +51,11 @@ class CallForm(NamedTuple):
     closing: str
     read: Callable[[str, Tools], list[WrittenCall] | None]
     inner: tuple[str, ...] = ()
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """What opens and closes a region, as far as it is anything."""
+        return tuple(mark for mark in (self.opening, self.closing) if mark)
 
     def split(self, call_id: str, text: str, tools: Tools) -> tuple[str, list[dict[str, Any]]]:
         """The text without its well-formed calls, and those calls as OpenAI has them. Malformed ones stay text."""
@@ -101,11 +107,19 @@ class CallForm(NamedTuple):
 def form_of(own: str, name: str, arguments: Mapping[str, Any], tools: Tools) -> CallForm | None:
     """The form of a call of tool `name` with these arguments that a template writes as `own`; None: it has another."""
     for form in FORMS:
-        content, calls = form.split("", own, tools)
-        read = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
-        if read == [(name, arguments)] and not content.strip():
+        _, calls = form.split("", own, tools)
+        if [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls] == [
+            (name, arguments)
+        ]:
             return form
     return None
+
+
+def form_by_tokens(is_token: Callable[[str], bool]) -> CallForm:
+    """The form of a model whose template writes no calls: one whose marks are tokens of the model, of several that with
+    most of them, and else Hermes', which many are told by their prompts."""
+    known = [form for form in FORMS if form.opening and all(map(is_token, form.marks))]
+    return max(known, key=lambda form: len(form.marks) + sum(map(is_token, form.inner)), default=HERMES)
 
 
 def _one_object(text: str, tools: Tools) -> list[WrittenCall] | None:
@@ -184,12 +198,19 @@ def _typed(text: str, schema: Any) -> Any:
     if kinds == {"string"}:
         return text
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_number)
     except ValueError:
         value = _PYTHON.get(text, text)
+    if isinstance(value, float) and not math.isfinite(value):
+        return text
     if not kinds:
         return value if isinstance(value, dict | list) else text
-    return text if "string" in kinds and _kinds_of_value(value).isdisjoint(kinds) else value
+    is_allowed = not isinstance(value, str) and not _kinds_of_value(value).isdisjoint(kinds)
+    return text if "string" in kinds and not is_allowed else value
+
+
+def _no_number(constant: str) -> Any:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _kinds(schema: Any) -> set[str]:
@@ -198,8 +219,10 @@ def _kinds(schema: Any) -> set[str]:
         return set()
     types = schema.get("type")
     kinds = {types} if isinstance(types, str) else set(types or ())
-    for branch in (*(schema.get("anyOf") or ()), *(schema.get("oneOf") or ())):
+    for branch in (branch for name in ("anyOf", "oneOf", "allOf") for branch in schema.get(name) or ()):
         kinds |= _kinds(branch)
+    if not kinds:
+        kinds = {kind for value in schema.get("enum") or () for kind in _kinds_of_value(value)}
     return kinds
 
 

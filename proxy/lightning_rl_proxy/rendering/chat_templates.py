@@ -35,9 +35,10 @@ from lightning_rl_proxy.rendering.base import (
     tokens_of,
     tool_call,
 )
-from lightning_rl_proxy.rendering.call_forms import HERMES, CallForm, form_of
+from lightning_rl_proxy.rendering.call_forms import CallForm, form_by_tokens, form_of
 from lightning_rl_proxy.rendering.forcing import (
     OPENING,
+    PROBED_ID,
     Forcing,
     begun,
     probe_forcing,
@@ -65,26 +66,36 @@ _VARYING = ("strftime_now", "random", "lipsum")  # with which a template writes 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", *_NAMED_TOKENS}  # to every template
 _THINK = ("<think>", "</think>")  # which parsing needs, special or not
-_CALL_ID = "call00000"  # some templates take no longer one
 _SHORT_ID = re.compile(r"[A-Za-z0-9]{9}")
 _THOUGHT = re.compile(r"\A\s*(<think>)?.*?</think>", re.DOTALL)
 _PLACEHOLDER = "ANSWER0PLACEHOLDER0"
 _QUESTION: Message = {"role": "user", "content": "a question"}
 _CALLED: list[Message] = [
     _QUESTION,
-    {"role": "assistant", "content": "", "tool_calls": [tool_call(_CALL_ID, "look_up", {"what": "cats"})]},
+    {"role": "assistant", "content": "", "tool_calls": [tool_call(PROBED_ID, "look_up", {"what": "cats"})]},
 ]
 _ANSWERED: list[Message] = [
     *_CALLED,
-    {"role": "tool", "content": "two", "tool_call_id": _CALL_ID, "name": "look_up"},
+    {"role": "tool", "content": "two", "tool_call_id": PROBED_ID, "name": "look_up"},
 ]
 
-_PROBED_TOOL = {"type": "function", "function": {"name": _PLACEHOLDER, "parameters": {"type": "object"}}}
+_PROBED_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _PLACEHOLDER,
+        "description": "Looks a thing up.",
+        "parameters": {
+            "type": "object",
+            "properties": {"what": {"type": "string", "description": "what to look up"}},
+            "required": ["what"],
+        },
+    },
+}
 _PROBED_ARGUMENTS = {"what": "a"}
 _PROBED_CALL: Message = {
     "role": "assistant",
     "content": "",
-    "tool_calls": [tool_call(_CALL_ID, _PLACEHOLDER, _PROBED_ARGUMENTS)],
+    "tool_calls": [tool_call(PROBED_ID, _PLACEHOLDER, _PROBED_ARGUMENTS)],
 }
 _LOOK_UP = {
     "type": "function",
@@ -131,7 +142,7 @@ class ChatTemplate:
             self._objects = not self._renders(_CALLED)
         long_ids = [_with_ids(message, lambda short: f"call_{short}_0") for message in _ANSWERED]
         self._short_ids = self._renders(_ANSWERED) and not self._renders(long_ids)
-        self.writes_ids = self._renders(_ANSWERED) and _CALL_ID in self.text(_ANSWERED, None)
+        self.writes_ids = self._renders(_ANSWERED) and PROBED_ID in self.text(_ANSWERED, None)
 
     def text(self, messages: Sequence[Message], tools: Tools, *, generation: bool = True) -> str:
         """The conversation as text; with `generation` it ends where the assistant begins to speak."""
@@ -456,17 +467,20 @@ class TemplateRenderer:
         return None
 
     def _find_form(self) -> tuple[CallForm, bool]:
-        """How the model writes tool calls, and whether its template says so; else its prompts may, as most do."""
+        """How the model writes tool calls, and whether its template says so."""
         try:
             bare = OPENING.sub("", self._template.text([_QUESTION], [_PROBED_TOOL]))
             text = self._template.text([_QUESTION, _PROBED_CALL], [_PROBED_TOOL], generation=False)
         except TEMPLATE_FAILURES:
-            return HERMES, False
+            return form_by_tokens(self._is_token), False
         own = text[len(bare) :] if text.startswith(bare) else text.rpartition(_QUESTION["content"])[2]
         if self._closer_is_special():
             own = own.partition(self._closer)[0]
         form = form_of(_THOUGHT.sub("", own), _PLACEHOLDER, _PROBED_ARGUMENTS, [_PROBED_TOOL])
-        return (HERMES, False) if form is None else (form, True)
+        return (form_by_tokens(self._is_token), False) if form is None else (form, True)
+
+    def _is_token(self, mark: str) -> bool:
+        return self.tokenizer.token_id(mark) is not None
 
     def _warn(self, model: str) -> None:
         moved = [name for name, outcome in self._outcomes.items() if outcome == "moved"]
@@ -645,8 +659,8 @@ def _image_probes() -> dict[str, list[_Probe]]:
     ask: Message = {"role": "user", "content": [image, {"type": "text", "text": "What is this?"}]}
     more: Message = {"role": "user", "content": [{"type": "text", "text": "And this, "}, image, image]}
     tools = [_tool("look", "Looks at a thing.")]
-    call = _message("assistant", "", tool_calls=[tool_call(_CALL_ID, "look", {"what": "cats"})])
-    result: Message = {"role": "tool", "tool_call_id": _CALL_ID, "content": [image]}
+    call = _message("assistant", "", tool_calls=[tool_call(PROBED_ID, "look", {"what": "cats"})])
+    result: Message = {"role": "tool", "tool_call_id": PROBED_ID, "content": [image]}
     tell = _message("assistant", "A cat.")
     return {
         "image": [_Probe([ask], tell, [more]), _Probe([_QUESTION], tell, [more])],

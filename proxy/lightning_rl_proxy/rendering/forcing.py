@@ -3,14 +3,17 @@
 The texts are found by rendering examples, and used only where an answer that goes on from them is parsed as meant.
 """
 
+import hashlib
 import json
 import re
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import Renderer, tool_call
 
+PROBED_ID = "call00000"  # of a call in an example: some templates take no longer one
 _TOOL, _ARGUMENT, _VALUE = "name0placeholder0", "argument0placeholder0", "value0placeholder0"
 OPENING = re.compile(r"<think>\s*(</think>\s*)?\Z")  # of reasoning, at the end of a prompt
 _EMPTY_THOUGHT = re.compile(r"\A\s*<think>\s*</think>\s*")
@@ -37,8 +40,10 @@ class Forcing(NamedTuple):
             return None
         opened = OPENING.search(renderer.tokenizer.decode(prompt_ids[-16:]))
         name = renderer.tokenizer.guarded(name or "")
-        text = self.thought_behind("" if opened is None else opened[0]) + head.replace(_TOOL, name)
-        return renderer.encode_behind(text)
+        # Where a call's id stands before its arguments, each has its own.
+        own_id = hashlib.sha256(array("q", prompt_ids).tobytes()).hexdigest()[: len(PROBED_ID)]
+        head = head.replace(_TOOL, name).replace(PROBED_ID, own_id)
+        return renderer.encode_behind(self.thought_behind("" if opened is None else opened[0]) + head)
 
     def thought_behind(self, opening: str) -> str:
         """The empty thinking, as far as the prompt has not written it."""
@@ -62,7 +67,7 @@ def probe_forcing(
         prompt_ids = renderer.render([ask], tools)
         bare = OPENING.sub("", renderer.tokenizer.decode(prompt_ids))
         for arguments in ({_ARGUMENT: _VALUE}, {}):
-            calls = [tool_call("call00000", _TOOL, arguments)]
+            calls = [tool_call(PROBED_ID, _TOOL, arguments)]
             text = written([ask, {"role": "assistant", "content": "", "tool_calls": calls}], tools)
             if not text.startswith(bare) or _TOOL not in text[len(bare) :]:
                 return Forcing("", None, None)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from lightning_rl_proxy.errors import GatewayError
-from lightning_rl_proxy.rendering.call_forms import FORMS, CallForm
+from lightning_rl_proxy.rendering.call_forms import FORMS, CallForm, form_by_tokens
 from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer, read_template
 from lightning_rl_proxy.rendering.parsing import AnswerEnd, AnswerParser
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
@@ -62,13 +62,20 @@ WRITTEN = {  # what writes calls in a template, and an answer of two calls
         f'[TOOL_CALLS] [{{{A}, "id": "aB3456789"}}, {{{B}, "id": "bB3456789"}}]',
     ),
     "mistral_named": (calls(NAMED), '[TOOL_CALLS]count[ARGS]{"of": "Bäume"}[TOOL_CALLS]look_up[ARGS]{"n": 2}'),
+    "mistral_ids": (
+        calls(NAMED.replace("[ARGS]", "[CALL_ID]' + call.id + '[ARGS]")),
+        '[TOOL_CALLS]count[CALL_ID]aB3456789[ARGS]{"of": "Bäume"}[TOOL_CALLS]look_up[CALL_ID]bB3456789[ARGS]{"n": 2}',
+    ),
     "granite": (calls(NAME_AND, "<|tool_call|>[", ", ", "]"), f"<|tool_call|>[{{{A}}}, {{{B}}}]"),
     "llama": (
         calls(NAME_AND, "", "; ", key="parameters"),
         '{"name": "count", "parameters": {"of": "Bäume"}}; {"name": "look_up", "parameters": {"n": 2}}',
     ),
 }
-RESULTS = {"mistral": NINE.replace("ID", "message.tool_call_id") + "{{- message.tool_call_id + ' ' }}"}
+RESULTS = {
+    "mistral_ids": "{{- message.tool_call_id + ' ' }}",
+    "mistral": NINE.replace("ID", "message.tool_call_id") + "{{- message.tool_call_id + ' ' }}",
+}
 MARKS = ["[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|tool_call|>", "<|/tool_call|>", "<TOOLCALL>", "</TOOLCALL>"]
 
 
@@ -165,7 +172,7 @@ def test_results_are_added_behind_the_calls_as_they_were_sampled(
     results = [{"role": "tool", "tool_call_id": f"call_7_{i}", "content": str(i)} for i in range(2)]
     added = renderer.extend(prompt, response, results, TOOLS)
     assert added is not None
-    ids = ["aB3456789 ", "bB3456789 "] if name == "mistral" else ["", ""]
+    ids = ["aB3456789 ", "bB3456789 "] if name in RESULTS else ["", ""]
     turns = "".join(f"<|im_start|>user\n{own}{i}<|im_end|>\n" for i, own in enumerate(ids))
     assert renderer.tokenizer.decode(added) == f"\n{turns}<|im_start|>assistant\n"
 
@@ -187,9 +194,12 @@ def test_a_value_without_quotes_is_what_its_parameter_may_be(load: Callable[...,
     properties: dict[str, Any] = {
         "text": {"type": "string"}, "many": {"type": "integer"}, "sure": {"type": "boolean"}, "nothing": {},
         "either": {"anyOf": [{"type": "string"}, {"type": "null"}]}, "list": {"type": "array"},
+        "quoted": {"type": ["string", "null"]}, "one": {"enum": [1, 2]}, "all": {"allOf": [{"type": "integer"}]},
+        "huge": {"type": "number"}, "nan": {"type": "number"},
         "share": {"type": ["number", "string"]}, "wrong": {"type": "integer"}, "object": {"$ref": "#/$defs/o"},
     }  # fmt: skip
     values = {
+        "quoted": '"an exact phrase"', "one": "1", "all": "2", "huge": "1e400", "nan": "NaN",
         "text": "12", "many": "12", "sure": "True", "nothing": "12", "either": "12", "list": '[1, "a"]',
         "share": "0.5", "wrong": "a dozen", "object": '{"a": {}}', "unknown": "\n two\nlines ",
     }  # fmt: skip
@@ -197,6 +207,7 @@ def test_a_value_without_quotes_is_what_its_parameter_may_be(load: Callable[...,
     text = f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
     [(_, arguments)] = called(parsed(load("functions"), text, [tool("f", **properties)]))
     assert arguments == {
+        "quoted": '"an exact phrase"', "one": 1, "all": 2, "huge": "1e400", "nan": "NaN",
         "text": "12", "many": 12, "sure": True, "nothing": "12", "either": "12", "list": [1, "a"],
         "share": 0.5, "wrong": "a dozen", "object": {"a": {}}, "unknown": "\n two\nlines ",
     }  # fmt: skip
@@ -247,6 +258,8 @@ def test_a_call_can_be_forced_in_each_form(name: str, load: Callable[..., Templa
     forced = renderer.forced(prompt, TOOLS, "look_up")
     assert forced is not None
     assert "look_up" in renderer.tokenizer.decode(forced)
+    later = renderer.forced([*prompt, 1], TOOLS, "look_up")
+    assert (later == forced) == (name != "mistral_ids")  # where an id stands before the arguments
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.opening}{form.read.__name__}")
@@ -257,6 +270,23 @@ def test_no_text_breaks_a_form(form: CallForm, text: str) -> None:
         content, calls = form.split("c", sampled, TOOLS)
         assert len(form.ids(sampled, TOOLS)) == len(calls)
         assert calls or content == sampled
+
+
+@pytest.mark.parametrize(
+    ("tokens", "form"),
+    [
+        (["<|tool_call|>"], "granite"),
+        (["<|tool_call|>", "<|/tool_call|>"], "phi"),
+        (["[TOOL_CALLS]"], "mistral"),
+        (["[TOOL_CALLS]", "[ARGS]"], "mistral_named"),
+        (["<tool_call>", "</tool_call>"], "hermes"),
+        ([], "hermes"),
+    ],
+)
+def test_a_template_that_writes_no_calls_has_the_form_whose_marks_are_tokens(tokens: list[str], form: str) -> None:
+    text = WRITTEN[form][1]
+    _, calls = form_by_tokens(tokens.__contains__).split("7", text, TOOLS)
+    assert [call["function"]["name"] for call in calls] == ["count", "look_up"]
 
 
 def test_the_page_of_the_gateway_has_each_form() -> None:
