@@ -107,10 +107,8 @@ class CallForm(NamedTuple):
 def form_of(own: str, name: str, arguments: Mapping[str, Any], tools: Tools) -> CallForm | None:
     """The form of a call of tool `name` with these arguments that a template writes as `own`; None: it has another."""
     for form in FORMS:
-        _, calls = form.split("", own, tools)
-        if [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls] == [
-            (name, arguments)
-        ]:
+        functions = [call["function"] for call in form.split("", own, tools)[1]]
+        if [(each["name"], json.loads(each["arguments"])) for each in functions] == [(name, arguments)]:
             return form
     return None
 
@@ -130,10 +128,9 @@ def _one_object(text: str, tools: Tools) -> list[WrittenCall] | None:
 def _list_or_object(text: str, tools: Tools) -> list[WrittenCall] | None:
     """`[{"name": ..., "arguments": {...}}, ...]`, or one of these."""
     content = json.loads(text)
-    calls = [
-        _call_of(each, ("arguments", "parameters")) for each in (content if isinstance(content, list) else [content])
-    ]
-    return [call for call in calls if call is not None] if None not in calls else None
+    listed = content if isinstance(content, list) else [content]
+    calls = [call for each in listed if (call := _call_of(each, ("arguments", "parameters"))) is not None]
+    return calls if len(calls) == len(listed) else None
 
 
 def _bare_objects(text: str, tools: Tools) -> list[WrittenCall] | None:
@@ -217,13 +214,17 @@ def _kinds(schema: Any) -> set[str]:
     """The types that a schema allows; empty where it says nothing of them."""
     if not isinstance(schema, Mapping):
         return set()
-    types = schema.get("type")
-    kinds = {types} if isinstance(types, str) else set(types or ())
-    for branch in (branch for name in ("anyOf", "oneOf", "allOf") for branch in schema.get(name) or ()):
+    named = [schema.get("type")] if isinstance(schema.get("type"), str) else _listed(schema, "type")
+    kinds = {kind for kind in named if isinstance(kind, str)}
+    for branch in (branch for name in ("anyOf", "oneOf", "allOf") for branch in _listed(schema, name)):
         kinds |= _kinds(branch)
-    if not kinds:
-        kinds = {kind for value in schema.get("enum") or () for kind in _kinds_of_value(value)}
-    return kinds
+    return kinds or {kind for value in _listed(schema, "enum") for kind in _kinds_of_value(value)}
+
+
+def _listed(schema: Mapping[Any, Any], name: str) -> list[Any]:
+    """A list of a schema, which is the client's and may hold anything."""
+    listed = schema.get(name)
+    return listed if isinstance(listed, list) else []
 
 
 def _kinds_of_value(value: Any) -> set[str]:

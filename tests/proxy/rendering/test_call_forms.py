@@ -211,6 +211,16 @@ def test_a_value_without_quotes_is_what_its_parameter_may_be(load: Callable[...,
         "text": "12", "many": 12, "sure": True, "nothing": "12", "either": "12", "list": [1, "a"],
         "share": 0.5, "wrong": "a dozen", "object": {"a": {}}, "unknown": "\n two\nlines ",
     }  # fmt: skip
+    for strange in (
+        {"type": [{}]},
+        {"anyOf": 3},
+        {"type": 1, "enum": "a"},
+        "text",
+        {"oneOf": [[]]},
+        {"allOf": {"a": 1}},
+    ):
+        [(_, found)] = called(parsed(load("functions"), text, [tool("f", text=strange)]))
+        assert found["text"] == "12"
     [(_, none)] = called(parsed(load("functions"), "<tool_call><function=f></function></tool_call>", [tool("f")]))
     assert none == {}
 
