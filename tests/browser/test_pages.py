@@ -51,6 +51,16 @@ def test_every_view_is_drawn_without_an_error_and_fits_a_laptop(
     seen.is_well(runs)
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_every_view_fits_a_phone(runs: str, watch: Callable[..., Any], view: str) -> None:
+    seen = watch()
+    seen.page.set_viewport_size({"width": 400, "height": 800})
+    address, shows = VIEWS[view]
+    page = seen.open(runs + address, shows)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    seen.is_well(runs)
+
+
 def test_rollouts_are_filtered_sorted_searched_and_opened_by_keyboard(runs: str, watch: Callable[..., Any]) -> None:
     seen = watch()
     page = seen.open(runs + "#/run/quickstart/rollouts", "a.row")
@@ -93,9 +103,10 @@ def test_a_rollout_is_read_down_to_its_tokens(runs: str, watch: Callable[..., An
     assert "SELECT" in page.locator(".message.answer").first.inner_text()
     assert page.locator("svg .node.trained").count() == page.locator("article.call").count()
     page.keyboard.press("4")  # colour by logprob
-    page.wait_for_selector(".token.sampled")
+    until(page, "location.hash.includes('colour=logprob') && document.querySelectorAll('.token.sampled').length > 1")
     token = page.locator(".token.sampled").nth(1)
     token.hover()
+    until(page, "document.querySelector('.token-told').innerText.includes('token 1')")
     told = page.locator(".token-told").first.inner_text()
     assert re.search(r"token 1 · id \d+ · trained · sampler -?[\d.e-]+ \(p [\d.]+\) · trainer", told)
     assert "advantage +" in told
