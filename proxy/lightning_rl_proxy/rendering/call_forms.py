@@ -13,10 +13,12 @@ from lightning_rl_proxy.rendering.base import tool_call, tool_call_id
 
 Tools = Sequence[dict[str, Any]] | None
 
-_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>", re.DOTALL)
+# A value may hold what ends one: it ends where another follows, or none.
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL)
+_LAST = re.compile(r"</function>\s*(?=</tool_call>)")
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
-_BETWEEN = re.compile(r"[\s;]*")  # calls that stand behind each other
-_PYTHON = {"True": True, "False": False, "None": None}  # as templates print these values
+_SPACE, _BETWEEN = re.compile(r"\s*"), re.compile(r"[\s;]*")  # before a call, and between two
+_WORDS = {"true": True, "false": False, "none": None, "null": None}  # in the letters of any language
 # JSON's types of Python's; a bool is an int, too.
 _KINDS: Sequence[tuple[type, set[str]]] = (
     (bool, {"boolean"}),
@@ -42,15 +44,16 @@ class WrittenCall(NamedTuple):
 class CallForm(NamedTuple):
     """How a model writes calls: each region from `opening` to `closing` holds one or several.
 
-    `closing` is empty where a region ends with the next one or with the answer, `opening` where an answer that calls is
-    nothing but calls. `inner` are marks within a region. `read` gives the calls of a region, None where it holds
-    anything else.
+    `opening` is empty where an answer that calls begins with its calls, `closing` where a region ends with its calls.
+    `inner` are marks within a region, `last` is what stands right before its closing. `read` gives the calls that a
+    region begins with, and how many characters they take; None where it is no call.
     """
 
     opening: str
     closing: str
-    read: Callable[[str, Tools], list[WrittenCall] | None]
+    read: Callable[[str, Tools], tuple[list[WrittenCall], int] | None]
     inner: tuple[str, ...] = ()
+    last: re.Pattern[str] | None = None
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -61,47 +64,67 @@ class CallForm(NamedTuple):
         """The text without its well-formed calls, and those calls as OpenAI has them. Malformed ones stay text."""
         calls: list[dict[str, Any]] = []
         kept, at = "", 0
-        for start, end, region in self._regions(text):
-            made = self._made(call_id, len(calls), region, tools)
-            kept += text[at : end if made is None else start]
-            calls += made or []
-            at = end
+        for region in self._regions(text, tools):
+            kept += text[at : region.start]
+            for one in region.calls:
+                calls.append(tool_call(tool_call_id(call_id, len(calls)), one.name, one.arguments))
+            at = region.end
         kept += text[at:]
         return (kept.rstrip() if calls else kept), calls
 
     def ids(self, text: str, tools: Tools) -> list[str | None]:
-        """The ids that the model itself gave the calls that `split` finds."""
-        ids: list[str | None] = []
-        for _, _, region in self._regions(text):
-            if self._made("", 0, region, tools) is not None:
-                ids += [call.id for call in self.read(region, tools) or ()]
-        return ids
+        """The ids that the model itself gave the calls of a text."""
+        return [call.id for region in self._regions(text, tools) for call in region.calls]
 
-    def _regions(self, text: str) -> Iterator[tuple[int, int, str]]:
-        """Where each region begins and ends, marks included, and what stands between these."""
+    def _regions(self, text: str, tools: Tools) -> "Iterator[_Region]":
+        """The regions that hold calls."""
         if not self.opening:
-            yield 0, len(text), text
+            if (region := self._region(text, 0, 0, len(text), tools)) is not None:
+                yield region
             return
         at = 0  # a regular expression would read an unclosed region again and again
         while (start := text.find(self.opening, at)) >= 0:
             inside = start + len(self.opening)
-            end = text.find(self.closing or self.opening, inside)
-            if end < 0 and self.closing:
+            end = self._end(text, inside)
+            if end < 0:
                 return
-            end = len(text) if end < 0 else end
-            at = end + len(self.closing)
-            yield start, at, text[inside:end]
+            region = self._region(text, start, inside, end, tools)
+            at = end + len(self.closing) if region is None else region.end
+            if region is not None:
+                yield region
 
-    def _made(self, call_id: str, before: int, region: str, tools: Tools) -> list[dict[str, Any]] | None:
-        """The calls of a region, which so many stand before; None where it holds anything else."""
+    def _end(self, text: str, inside: int) -> int:
+        """Where what stands in a region ends; -1: nowhere."""
+        following = text.find(self.opening, inside)
+        following = len(text) if following < 0 else following
+        if not self.closing:
+            return following
+        # What closes before the last mark within stands in a value.
+        last = None if self.last is None else self.last.search(text, inside, following)
+        return text.find(self.closing, inside) if last is None else last.end()
+
+    def _region(self, text: str, start: int, inside: int, end: int, tools: Tools) -> "_Region | None":
+        """What is called between two places; None where nothing is."""
         try:
-            written = self.read(region, tools)
-            if not written:
-                return None
-            places = enumerate(written, before)
-            return [tool_call(tool_call_id(call_id, at), call.name, call.arguments) for at, call in places]
+            found = self.read(text[inside:end], tools)
+            calls, taken = found or ([], 0)
+            for call in calls:
+                tool_call("", call.name, call.arguments)
         except (ValueError, RecursionError):  # no JSON, nested too deep, or with a number that JSON has not
             return None
+        if not calls:
+            return None
+        if not self.closing:
+            return _Region(start, inside + taken, calls)
+        return None if text[inside + taken : end].strip() else _Region(start, end + len(self.closing), calls)
+
+
+class _Region(NamedTuple):
+    """Calls, and where they stand in a text, marks included."""
+
+    start: int
+    end: int
+    calls: list[WrittenCall]
 
 
 def form_of(own: str, name: str, arguments: Mapping[str, Any], tools: Tools) -> CallForm | None:
@@ -113,39 +136,47 @@ def form_of(own: str, name: str, arguments: Mapping[str, Any], tools: Tools) -> 
     return None
 
 
-def form_by_tokens(is_token: Callable[[str], bool]) -> CallForm:
-    """The form of a model whose template writes no calls: one whose marks are tokens of the model, of several that with
-    most of them, and else Hermes', which many are told by their prompts."""
+def form_by_tokens(is_token: Callable[[str], bool], prompt: str) -> CallForm:
+    """The form of a model whose template writes no calls: one whose marks are tokens of the model. Of several it is one
+    of which the `prompt` with tools tells, and that with most marks; of none Hermes', which many are told by their
+    prompts."""
     known = [form for form in FORMS if form.opening and all(map(is_token, form.marks))]
-    return max(known, key=lambda form: len(form.marks) + sum(map(is_token, form.inner)), default=HERMES)
+    return max(
+        known,
+        key=lambda form: (form.opening in prompt, len(form.marks) + sum(map(is_token, form.inner))),
+        default=HERMES,
+    )
 
 
-def _one_object(text: str, tools: Tools) -> list[WrittenCall] | None:
+def _one_object(text: str, tools: Tools) -> tuple[list[WrittenCall], int] | None:
     call = _call_of(json.loads(text), ("arguments",))
-    return None if call is None else [call]
+    return None if call is None else ([call], len(text))
 
 
-def _list_or_object(text: str, tools: Tools) -> list[WrittenCall] | None:
+def _list_or_object(text: str, tools: Tools) -> tuple[list[WrittenCall], int] | None:
     """`[{"name": ..., "arguments": {...}}, ...]`, or one of these."""
-    content = json.loads(text)
+    content, end = _DECODER.raw_decode(text, _SPACE.match(text).end())  # type: ignore[union-attr]  # it matches nothing, too
     listed = content if isinstance(content, list) else [content]
     calls = [call for each in listed if (call := _call_of(each, ("arguments", "parameters"))) is not None]
-    return calls if len(calls) == len(listed) else None
+    return (calls, end) if len(calls) == len(listed) else None
 
 
-def _bare_objects(text: str, tools: Tools) -> list[WrittenCall] | None:
+def _bare_objects(text: str, tools: Tools) -> tuple[list[WrittenCall], int] | None:
     """`{"name": ..., "parameters": {...}}`, and more behind a semicolon: of the tools that there are, or it is text."""
     names = {tool["function"]["name"] for tool in tools or ()}
     calls: list[WrittenCall] = []
-    at = len(text) - len(text.lstrip())
-    while at < len(text):
-        content, at = _DECODER.raw_decode(text, at)
+    end, between = 0, _SPACE
+    while (at := between.match(text, end).end()) < len(text):  # type: ignore[union-attr]  # it matches nothing, too
+        try:
+            content, following = _DECODER.raw_decode(text, at)
+        except ValueError:
+            break
         call = _call_of(content, ("parameters", "arguments"))
         if call is None or call.name not in names:
-            return None
+            break
         calls.append(call)
-        at = _BETWEEN.match(text, at).end()  # type: ignore[union-attr]  # it matches nothing, too
-    return calls
+        end, between = following, _BETWEEN
+    return calls, end
 
 
 def _call_of(content: Any, keys: Sequence[str]) -> WrittenCall | None:
@@ -158,15 +189,19 @@ def _call_of(content: Any, keys: Sequence[str]) -> WrittenCall | None:
     return WrittenCall(name, arguments, own_id if isinstance(own_id, str) else None)
 
 
-def _name_and_arguments(text: str, tools: Tools) -> list[WrittenCall] | None:
+def _name_and_arguments(text: str, tools: Tools) -> tuple[list[WrittenCall], int] | None:
     """`name[ARGS]{...}`, or `name[CALL_ID]id[ARGS]{...}`."""
     head, mark, arguments = text.partition(_ARGS)
     name, _, own_id = head.partition(_CALL_ID)
-    content = json.loads(arguments) if mark else None
-    return [WrittenCall(name.strip(), content, own_id.strip() or None)] if isinstance(content, dict) else None
+    if not mark:
+        return None
+    content, end = _DECODER.raw_decode(arguments, _SPACE.match(arguments).end())  # type: ignore[union-attr]
+    if not isinstance(content, dict):
+        return None
+    return [WrittenCall(name.strip(), content, own_id.strip() or None)], len(head) + len(mark) + end
 
 
-def _function_tags(text: str, tools: Tools) -> list[WrittenCall] | None:
+def _function_tags(text: str, tools: Tools) -> tuple[list[WrittenCall], int] | None:
     """`<function=name><parameter=key>value</parameter>...</function>`: a value is what its parameter's schema says."""
     function = _FUNCTION.fullmatch(text)
     if function is None:
@@ -179,7 +214,7 @@ def _function_tags(text: str, tools: Tools) -> list[WrittenCall] | None:
         key = parameter[1].strip()
         arguments[key] = _typed(parameter[2].removeprefix("\n").removesuffix("\n"), schemas.get(key))
         at = parameter.end()
-    return None if body[at:].strip() else [WrittenCall(name, arguments)]
+    return None if body[at:].strip() else ([WrittenCall(name, arguments)], len(text))
 
 
 def _parameters_of(name: str, tools: Tools) -> Mapping[str, Any]:
@@ -195,19 +230,19 @@ def _typed(text: str, schema: Any) -> Any:
     if kinds == {"string"}:
         return text
     try:
-        value = json.loads(text, parse_constant=_no_number)
+        value = json.loads(text, parse_constant=_number, parse_float=_number)
     except ValueError:
-        value = _PYTHON.get(text, text)
-    if isinstance(value, float) and not math.isfinite(value):
-        return text
+        value = _WORDS.get(text.strip().lower(), text)
     if not kinds:
         return value if isinstance(value, dict | list) else text
     is_allowed = not isinstance(value, str) and not _kinds_of_value(value).isdisjoint(kinds)
     return text if "string" in kinds and not is_allowed else value
 
 
-def _no_number(constant: str) -> Any:
-    raise ValueError(f"{constant} is no number of JSON")
+def _number(text: str) -> float:
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no number of JSON")
+    return number
 
 
 def _kinds(schema: Any) -> set[str]:
@@ -236,7 +271,7 @@ def _kinds_of_value(value: Any) -> set[str]:
 HERMES = CallForm("<tool_call>", "</tool_call>", _one_object)
 FORMS = (
     HERMES,
-    CallForm("<tool_call>", "</tool_call>", _function_tags),  # Qwen3-Coder
+    CallForm("<tool_call>", "</tool_call>", _function_tags, last=_LAST),  # Qwen3-Coder
     CallForm("<|tool_call|>", "<|/tool_call|>", _list_or_object),  # Phi-4-mini
     CallForm("<TOOLCALL>", "</TOOLCALL>", _list_or_object),  # Nemotron
     CallForm("[TOOL_CALLS]", "", _list_or_object),  # Mistral, up to 2024

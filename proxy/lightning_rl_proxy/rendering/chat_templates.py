@@ -198,6 +198,8 @@ class TemplateRenderer:
         self._closer_ids = self.encode_behind(self._closer)
         self.stop_token_ids = _stop_token_ids(folder, tokenizer, self._closer)
         self._outcomes = {name: _worst([self._outcome(p) for p in probes]) for name, probes in self._probed().items()}
+        # With two calls in an answer the template would refuse the next turn.
+        self._calls_alone = self._outcomes["parallel_tools"] == "refused" != self._outcomes["tool"]
         self.append_only = {name: outcome == "proven" for name, outcome in self._outcomes.items()}
         self._form, self._form_is_known = self._find_form()
         self.markup = self._markup()
@@ -265,6 +267,7 @@ class TemplateRenderer:
         """See `Renderer`. A malformed tool call stays visible as text."""
         reasoning, text = self._split_reasoning(prompt_ids, self._visible(response_ids))
         content, calls = self._form.split(call_id, text, tools) if tools else (text, [])
+        calls = calls[:1] if self._calls_alone else calls
         return ParsedAnswer(
             content=content,
             reasoning=reasoning,
@@ -335,7 +338,8 @@ class TemplateRenderer:
 
         def sampled(told: str) -> str:
             place = told.rpartition("_")[2]
-            return (own[int(place)] if place.isdecimal() and int(place) < len(own) else None) or told
+            known = {str(index): own_id for index, own_id in enumerate(own)}
+            return known.get(place) or told
 
         return [_with_ids(message, sampled) for message in messages]
 
@@ -468,16 +472,17 @@ class TemplateRenderer:
 
     def _find_form(self) -> tuple[CallForm, bool]:
         """How the model writes tool calls, and whether its template says so."""
+        bare = ""
         try:
             bare = OPENING.sub("", self._template.text([_QUESTION], [_PROBED_TOOL]))
             text = self._template.text([_QUESTION, _PROBED_CALL], [_PROBED_TOOL], generation=False)
         except TEMPLATE_FAILURES:
-            return form_by_tokens(self._is_token), False
+            return form_by_tokens(self._is_token, bare), False
         own = text[len(bare) :] if text.startswith(bare) else text.rpartition(_QUESTION["content"])[2]
         if self._closer_is_special():
             own = own.partition(self._closer)[0]
         form = form_of(_THOUGHT.sub("", own), _PLACEHOLDER, _PROBED_ARGUMENTS, [_PROBED_TOOL])
-        return (form_by_tokens(self._is_token), False) if form is None else (form, True)
+        return (form_by_tokens(self._is_token, bare), False) if form is None else (form, True)
 
     def _is_token(self, mark: str) -> bool:
         return self.tokenizer.token_id(mark) is not None

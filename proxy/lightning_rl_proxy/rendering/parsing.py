@@ -25,7 +25,7 @@ State = Literal["start", "reasoning", "content", "calls", "held", "over"]
 
 _log = logging.getLogger(__name__)
 _INCOMPLETE = "\ufffd"  # what an unfinished character decodes to
-_CLOSED_CALLS = 32  # that are told as they close; behind them those that have closed are, at 64, 128, ...
+_CLOSED_CALLS = 32  # that are read as they close; behind them those that have closed are, at 64, 128, ...
 _CHARACTER = 4  # tokens that an unfinished character can be in at most
 
 
@@ -243,21 +243,30 @@ class AnswerParser:
     def _follow(self, run: list[int]) -> list[Delta]:
         """The deltas of tokens that belong to the answer for certain."""
         if self._course is None:
-            if not self._parallel and run[0] in self._reader.tokenizer.added_ids and self._calls_so_far():
-                self._called = self._followed
+            if not self._parallel and run[0] in self._reader.tokenizer.added_ids:
+                self._closed += 1
+                if self._is_looked_at() and self._calls_so_far():
+                    self._called = self._followed
             return []
         deltas: list[Delta] = []
         for channel, text in self._course.push(run):
             deltas += self._tell(channel, text)
         if self._course.closed_call and (self._course.state == "calls" or not self._parallel):
             self._closed += 1
-            if self._parallel and self._closed > _CLOSED_CALLS and self._closed & (self._closed - 1):
-                return deltas  # they are told later: each look at the calls reads the whole answer again
+            if not self._is_looked_at():
+                return deltas  # they are told later
             calls = self._calls_so_far()
             if calls and not self._parallel:
                 self._called = self._followed
-            deltas += self._tell_calls(calls)
+                if self._course.opened_call:  # the mark of the next one is no part of the answer
+                    self._called -= len(run)
+                    self._end_behind_call()
+            deltas += self._tell_calls(calls if self._parallel else calls[:1])
         return deltas
+
+    def _is_looked_at(self) -> bool:
+        """Whether calls are looked for where one has closed: each look reads the whole answer again."""
+        return self._closed <= _CLOSED_CALLS or not self._closed & (self._closed - 1)
 
     def _prompt_opens_reasoning(self, markup: Markup) -> bool:
         return markup.reasoning is not None and bool(self._parse(self._reader.encode_behind("x"), "stop").reasoning)
@@ -309,6 +318,7 @@ class _Course:
     def __init__(self, markup: Markup, decode: Callable[[list[int]], str], *, reasons: bool) -> None:
         self.state: State = "reasoning" if reasons else "start"
         self.closed_call = False  # by the tokens pushed last
+        self.opened_call = False  # by these too, which is what has closed the one before
         self._markup = markup
         self._marks = markup.marks()
         # Of two marks that begin at one place the first in the alphabet is found.
@@ -325,7 +335,7 @@ class _Course:
 
     def push(self, run: list[int]) -> list[tuple[Channel, str]]:
         """The text that a run of plain tokens, or one other token, adds."""
-        self.closed_call = False
+        self.closed_call = self.opened_call = False
         if self.state == "over" or run[0] in self._markup.unseen:
             return []
         mark = self._markup.tokens.get(run[0])
@@ -365,6 +375,8 @@ class _Course:
         """Go on behind a mark."""
         if mark == self._call_end:
             self.closed_call = self.state in ("calls", "held")
+        elif mark == self._call and not self._call_end:
+            self.closed_call = self.opened_call = self.state in ("calls", "held")
         if self.state == "calls" or self.state == "held":
             return
         state: State = "held"

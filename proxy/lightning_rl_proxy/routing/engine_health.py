@@ -92,9 +92,16 @@ class EngineHealth:
         Raises EngineUnavailable or EngineRefused where an engine cannot be frozen.
         """
         for replica in list(pool.replicas):
-            async with replica.ordering:
-                if replica.in_flight and not replica.frozen and not resumed.is_set():
-                    await self._freeze(pool, replica)
+            if replica.in_flight and not replica.frozen and not resumed.is_set():
+                replica.frozen = True
+                try:
+                    async with asyncio.timeout(_ORDER_SECONDS):
+                        await replica.engine.pause()
+                except (EngineUnavailable, TimeoutError) as error:
+                    why = str(error) or f"engine {replica.name} does not answer in {_ORDER_SECONDS:g} s"
+                    self.lost(pool, replica, why)
+                    if not pool.well():
+                        raise EngineUnavailable(why) from error
 
     async def go_on(self, pool: Engines, version: int | None, *, paused: bool, outdated: Collection[str] = ()) -> None:
         """Let the frozen engines go on; with a `version`, as those that have its weights, each that was not absent, or
@@ -127,22 +134,7 @@ class EngineHealth:
             with contextlib.suppress(EngineUnavailable, EngineRefused):
                 await replica.engine.resume()
 
-    async def _freeze(self, pool: Engines, replica: EngineReplica) -> None:
-        replica.frozen = True
-        try:
-            async with asyncio.timeout(_ORDER_SECONDS):
-                await replica.engine.pause()
-        except (EngineUnavailable, TimeoutError) as error:
-            why = str(error) or f"engine {replica.name} does not answer in {_ORDER_SECONDS:g} s"
-            self.lost(pool, replica, why)
-            if not pool.well():
-                raise EngineUnavailable(why) from error
-
     async def _go_on(self, pool: Engines, replica: EngineReplica, version: int | None) -> None:
-        async with replica.ordering:  # a pause that comes meanwhile freezes it after that
-            await self._resume(pool, replica, version)
-
-    async def _resume(self, pool: Engines, replica: EngineReplica, version: int | None) -> None:
         engine, before = replica.engine, replica.engine.policy_version
         replica.frozen = False
         reported = None if version is None else await self._reported_version(replica)

@@ -44,7 +44,7 @@ class Replica(Generic[T]):
     it reported when they were last believed to be known, `absent` whether it did not answer at some time since the last
     pause began. `epoch` counts the times that somebody spoke for its weights. `load` is what it said last of its queue,
     `borne` how many calls it was seen to bear; None while it bore them all. `without_token` ends the wait of calls that
-    have no token yet. `ordering` is held while it is told to freeze or to go on.
+    have no token yet.
     """
 
     def __init__(self, name: str, engine: T) -> None:
@@ -60,7 +60,6 @@ class Replica(Generic[T]):
         self.epoch = 0
         self.absent = False
         self.frozen = False
-        self.ordering = asyncio.Lock()
         self.load: Load | None = None
         self.borne: int | None = None
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from typing import Any, Literal
@@ -94,6 +94,8 @@ class Router:
         self._paused: dict[str, asyncio.Event] = {}
         self._paused_at: dict[str, float] = {}  # by the monotonic clock
         self._pauses: Counter[str] = Counter()  # how often each model was paused
+        # Of each model, while its engines are told to freeze or to go on: what comes meanwhile is told after that.
+        self._ordering: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._parked: Counter[str] = Counter()  # calls that wait for the end of a pause
         self._calls: Counter[str] = Counter()  # calls of token engines, also those that wait here
         self.capacity_freed: Callable[[], None] = lambda: None  # called where the engines may bear more than before
@@ -125,7 +127,7 @@ class Router:
         pool = self._pool(name.rpartition(" ")[0])
         replica = pool.find(name)
         pool.replicas.remove(replica)
-        task = asyncio.create_task(self._release(replica))
+        task = asyncio.create_task(self._release(pool.model, replica))
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
@@ -141,9 +143,10 @@ class Router:
             raise ValueError(f"model {pool.model!r} is at policy version {pool.version}, not {policy_version}")
         if pool.away(replica) is None:
             return
-        if self.is_paused(pool.model):
-            raise EngineUnavailable(f"model {pool.model!r} is paused; register engine {name} again when it goes on")
-        await self._watch.confirm_weights(pool, replica)
+        async with self._ordering[pool.model]:
+            if self.is_paused(pool.model):
+                raise EngineUnavailable(f"model {pool.model!r} is paused; register engine {name} again when it goes on")
+            await self._watch.confirm_weights(pool, replica)
 
     def resolve(self, requested: str, policy: str | None = None) -> str:
         """The model that a requested name means; `policy` is the attempt's, where it is another than the server's.
@@ -286,7 +289,8 @@ class Router:
                     await self._until_one_ends()
         for name, gate in gates.items():
             if name in self._engines:
-                await self._watch.freeze(self._engines[name], gate)
+                async with self._ordering[name]:
+                    await self._watch.freeze(self._engines[name], gate)
 
     async def resume(self, model: str | None, policy_version: int | None, outdated: Collection[str] = ()) -> None:
         """Let frozen and waiting calls go on, under `policy_version` where one is given.
@@ -295,13 +299,17 @@ class Router:
         that `outdated` names. The version is the model's as soon as each of those goes on; the others stay away until
         they have it too. A pause that comes while engines are told to go on holds.
         """
-        for name, pauses in {name: self._pauses[name] for name in self._named(model)}.items():
-            if (pool := self._engines.get(name)) is not None:
-                await self._watch.go_on(pool, policy_version, paused=self.is_paused(name), outdated=outdated)
-            if self._pauses[name] == pauses:
-                self._paused_at.pop(name, None)
-                if (gate := self._paused.pop(name, None)) is not None:
-                    gate.set()
+        pauses_before = {name: self._pauses[name] for name in sorted(self._named(model))}
+        async with contextlib.AsyncExitStack() as ordering:
+            for name in pauses_before:
+                await ordering.enter_async_context(self._ordering[name])
+            for name, pauses in pauses_before.items():
+                if (pool := self._engines.get(name)) is not None:
+                    await self._watch.go_on(pool, policy_version, paused=self.is_paused(name), outdated=outdated)
+                if self._pauses[name] == pauses:
+                    self._paused_at.pop(name, None)
+                    if (gate := self._paused.pop(name, None)) is not None:
+                        gate.set()
 
     def is_paused(self, model: str) -> bool:
         """Whether calls of `model` wait."""
@@ -383,8 +391,9 @@ class Router:
             raise EngineUnavailable("; ".join(filter(None, map(pool.away, pool.replicas))) or str(no_engine(model)))
         return pool, pool.take(able, home)
 
-    async def _release(self, replica: Replica[Any]) -> None:
-        await self._watch.release(replica)
+    async def _release(self, model: str, replica: Replica[Any]) -> None:
+        async with self._ordering[model]:
+            await self._watch.release(replica)
         while replica.in_flight:
             await self._until_one_ends()
         await replica.engine.close()

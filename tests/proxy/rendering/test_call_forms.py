@@ -72,6 +72,12 @@ WRITTEN = {  # what writes calls in a template, and an answer of two calls
         '{"name": "count", "parameters": {"of": "Bäume"}}; {"name": "look_up", "parameters": {"n": 2}}',
     ),
 }
+ALONE = {  # its template refuses what the answer says
+    "llama_alone": (
+        "{% if message.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}" + WRITTEN["llama"][0],
+        WRITTEN["llama"][1],
+    )
+}
 RESULTS = {
     "mistral_ids": "{{- message.tool_call_id + ' ' }}",
     "mistral": NINE.replace("ID", "message.tool_call_id") + "{{- message.tool_call_id + ' ' }}",
@@ -99,7 +105,7 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TemplateRend
             tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
             tokenizer.add_special_tokens(MARKS if special else [])
             tokenizer.save(str(folder / "tokenizer.json"))
-            template = FRAME.replace("CALLS", WRITTEN[name][0]).replace("RESULT", RESULTS.get(name, ""))
+            template = FRAME.replace("CALLS", (WRITTEN | ALONE)[name][0]).replace("RESULT", RESULTS.get(name, ""))
             config = {"bos_token": None, "eos_token": "<|im_end|>", "chat_template": template}
             (folder / "tokenizer_config.json").write_text(json.dumps(config))
             fast = FastTokenizer(folder)
@@ -139,7 +145,7 @@ def test_calls_are_read_in_the_form_that_the_template_writes(
 @given(
     cuts=st.lists(st.integers(1, 60), max_size=6),
     before=st.sampled_from(["", "I look. ", " {x", "<think>\nhm\n</think>\n\n"]),
-    behind=st.sampled_from(["", " so", "[ARGS]", "<TOOLCALL>"]),
+    behind=st.sampled_from(["", " so", "[ARGS]", "<TOOLCALL>", "<function=x></function></tool_call>", "[TOOL_CALLS]"]),
     special=st.booleans(),
 )
 @settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -238,7 +244,7 @@ def test_a_value_without_quotes_is_what_its_parameter_may_be(load: Callable[...,
         ("mistral_named", "[TOOL_CALLS]count[ARGS][1]"),
         ("mistral_named", '[TOOL_CALLS]count[ARGS]{"n": NaN}'),
         ("llama", '{"name": "Paris", "parameters": {}}'),
-        ("llama", '{"name": "count", "parameters": {}} so'),
+        ("llama", '; {"name": "count", "parameters": {}}'),
         ("llama", '{"name": "count", "parameters": ' + '{"a":' * 2000),
         ("nemotron", "<TOOLCALL>[1]</TOOLCALL>"),
     ],
@@ -248,6 +254,74 @@ def test_what_is_no_call_in_the_models_form_stays_text(
 ) -> None:
     answer = parsed(load(name), text)
     assert (answer.content, answer.tool_calls) == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("llama", '{"name": "count", "parameters": {}} so', " so"),
+        ("llama", '{"name": "count", "parameters": {}}; {"name": "look_up", "par', '; {"name": "look_up", "par'),
+        ("mistral", '[TOOL_CALLS] [{"name": "count", "arguments": {}}] so', " so"),
+        ("mistral_named", "[TOOL_CALLS]count[ARGS]{} so", " so"),
+        ("mistral_named", "[TOOL_CALLS]count[ARGS]{}[TOOL_CALLS]look_up[ARGS]{", "[TOOL_CALLS]look_up[ARGS]{"),
+        ("functions", "<tool_call><function=count></function></tool_call> so", " so"),
+    ],
+)
+def test_what_stands_behind_a_call_is_text(
+    name: str, text: str, content: str, load: Callable[..., TemplateRenderer]
+) -> None:
+    answer = parsed(load(name), text)
+    assert (called(answer), answer.content) == ([("count", {})], content)
+
+
+def test_a_value_may_hold_what_ends_one(load: Callable[..., TemplateRenderer]) -> None:
+    value = "a</parameter>b\n</tool_call> </function>\n<parameter=x"
+    text = (
+        f"<tool_call>\n<function=count>\n<parameter=of>\n{value}\n</parameter>\n<parameter=n>2</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+    answer = parsed(load("functions"), text)
+    assert (called(answer), answer.content) == ([("count", {"of": value, "n": "2"})], "")
+
+
+def test_a_second_call_is_cut_off_where_one_is_wanted(load: Callable[..., TemplateRenderer]) -> None:
+    renderer = load("mistral_named")
+    parser = AnswerParser(renderer, "7", [], TOOLS, AnswerEnd(one_tool_call=True))
+    first, second = (
+        renderer.tokenizer.encode("[TOOL_CALLS]" + part)
+        for part in WRITTEN["mistral_named"][1].split("[TOOL_CALLS]")[1:]
+    )
+    deltas = parser.push(first + second, [0.0] * len(first + second))
+    answer, rest = parser.finish("stop")
+    assert (called(answer), answer.content, answer.token_ids) == (EXPECTED[:1], "", first)
+    assert (parser.ended, parser.overshoot) == (True, len(second))
+    assert [delta.kind for delta in [*deltas, *rest] if delta.tool_call] == ["tool_call"]
+
+
+def test_many_closed_regions_without_a_call_are_read_a_few_times(
+    load: Callable[..., TemplateRenderer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one call is wanted, each of them was looked at, and each look read the whole answer: minutes for 8,000."""
+    renderer = load("functions")
+    looks = 0
+    whole = TemplateRenderer.parse
+
+    def counted(self: TemplateRenderer, *given: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return whole(self, *given)
+
+    monkeypatch.setattr(TemplateRenderer, "parse", counted)
+    parser = AnswerParser(renderer, "7", [], TOOLS, AnswerEnd(one_tool_call=True))
+    ids = renderer.tokenizer.encode("<tool_call>x</tool_call>" * 500)
+    parser.push(ids, [0.0] * len(ids))
+    parser.finish("stop")
+    assert looks < 50
+
+
+def test_one_call_is_told_of_a_model_whose_template_refuses_two(load: Callable[..., TemplateRenderer]) -> None:
+    answer = parsed(load("llama_alone"), ALONE["llama_alone"][1])
+    assert called(answer) == EXPECTED[:1]
 
 
 def test_of_calls_that_stand_in_a_list_one_is_told_where_one_is_wanted(load: Callable[..., TemplateRenderer]) -> None:
@@ -290,12 +364,13 @@ def test_no_text_breaks_a_form(form: CallForm, text: str) -> None:
         (["[TOOL_CALLS]"], "mistral"),
         (["[TOOL_CALLS]", "[ARGS]"], "mistral_named"),
         (["<tool_call>", "</tool_call>"], "hermes"),
+        (["<tool_call>", "</tool_call>", "<|tool_call|>"], "granite"),  # which its prompt tells of
         ([], "hermes"),
     ],
 )
 def test_a_template_that_writes_no_calls_has_the_form_whose_marks_are_tokens(tokens: list[str], form: str) -> None:
     text = WRITTEN[form][1]
-    _, calls = form_by_tokens(tokens.__contains__).split("7", text, TOOLS)
+    _, calls = form_by_tokens(tokens.__contains__, "Call them so: <|tool_call|>[]").split("7", text, TOOLS)
     assert [call["function"]["name"] for call in calls] == ["count", "look_up"]
 
 

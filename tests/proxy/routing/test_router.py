@@ -53,6 +53,7 @@ class Engine:
         self.frozen = False
         self.hold: asyncio.Event | None = None
         self.never = asyncio.Event()
+        self.pausing: asyncio.Event | None = None
         self.resuming: asyncio.Event | None = None
         self.checking: asyncio.Event | None = None
         self.checks = 0
@@ -84,6 +85,8 @@ class Engine:
         return self.said_load
 
     async def pause(self) -> None:
+        if self.pausing is not None:
+            await self.pausing.wait()
         if not self.well:
             raise EngineUnavailable("it is gone")
         self.frozen = True
@@ -785,6 +788,80 @@ def test_a_pause_that_comes_while_engines_are_told_to_go_on_holds_and_freezes_th
         await router.resume(None, None)
         assert (engine.frozen, router.is_paused("m")) == (False, False)
         await held.end()
+
+    run(work)
+
+
+def test_a_pause_of_one_model_holds_while_all_are_told_to_go_on() -> None:
+    async def work() -> None:
+        first, second = Engine(), Engine()
+        first.model, second.model = "a", "b"
+        router = routing(first, second)
+        calls = [
+            asyncio.create_task(router.generate(name, TokenRequest([5], Sampling(), HELD, stream=False), Generation()))
+            for name in ("a", "b")
+        ]
+        while first.calls + second.calls < 2:
+            await asyncio.sleep(0)
+        await router.pause(None)
+        first.resuming = asyncio.Event()
+        resuming = asyncio.create_task(router.resume(None, None))
+        await asyncio.sleep(0)
+        pausing = asyncio.create_task(router.pause("b"))  # which is frozen still
+        for _ in range(10):
+            await asyncio.sleep(0)
+        first.resuming.set()
+        await resuming
+        await pausing
+        assert (first.frozen, second.frozen, router.is_paused("b")) == (False, True, True)
+        for call in calls:
+            call.cancel()
+
+    run(work)
+
+
+def test_a_pause_holds_that_comes_while_absent_engines_are_checked_before_they_go_on() -> None:
+    async def work() -> None:
+        one, other = Engine(), Engine()
+        router = routing(one, other)
+        held = [Held(router, one), Held(router, other)]
+        for call in held:
+            await call.begin()
+        await router.pause(None)
+        router._engines["m"].replicas[0].absent = True
+        one.checking = asyncio.Event()
+        resuming = asyncio.create_task(router.resume(None, 1))
+        while not one.checks:
+            await asyncio.sleep(0)
+        pausing = asyncio.create_task(router.pause(None))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        one.checking.set()
+        await resuming
+        await pausing
+        assert (one.frozen, other.frozen, router.is_paused("m")) == (True, True, True)
+        await router.resume(None, None)
+        for call in held:
+            await call.end()
+
+    run(work)
+
+
+def test_an_engine_that_is_taken_out_while_it_is_told_to_freeze_goes_on() -> None:
+    async def work() -> None:
+        engine = Engine()
+        router = routing(engine, Engine())
+        held = Held(router, engine)
+        await held.begin()
+        engine.pausing = asyncio.Event()
+        pausing = asyncio.create_task(router.pause(None))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        await router.detach("m 0")
+        engine.pausing.set()
+        await pausing
+        await held.end()
+        assert not engine.frozen
 
     run(work)
 
