@@ -19,7 +19,7 @@ def main() -> None:
     try:
         from lightning_rl.cli import app
 
-        if isinstance(sys.stdout, io.TextIOWrapper):
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.isatty():
             sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows a question mark
         logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
         app(standalone_mode=True)

@@ -95,11 +95,17 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """What is written in the block becomes the file in one step when it ends well.
+    """What is written in the block becomes the file in one step when it ends well; a link stays one.
 
-    A pipe, a device and a link stay what they are: they are written to as it comes. Raises OSError naming the file.
+    A pipe and a device are written to as it comes, and so is what this process prints to. Raises OSError naming the
+    file.
     """
-    if path.is_symlink() or (path.exists() and not path.is_file()):
+    if is_standard_output(path):
+        yield sys.stdout.buffer
+        sys.stdout.flush()
+        return
+    path = path.resolve() if path.is_symlink() else path
+    if path.exists() and not path.is_file():
         with named_in_errors(path), path.open("wb") as file:
             yield file
         return
@@ -140,4 +146,5 @@ def named_in_errors(path: Path) -> Iterator[None]:
 
 def is_a_runs_own(path: Path, run_dir: Path, *written: str) -> bool:
     """Whether a file is there and in a run's folder, under another name than what may be `written` there anew."""
-    return path.is_file() and run_dir.resolve() in path.resolve().parents and path.name not in written
+    path = path.resolve()
+    return path.is_file() and run_dir.resolve() in path.parents and path.name not in written

@@ -137,15 +137,17 @@ def as_agent(candidate: Any) -> Agent:
     Raises AgentSignature for a class whose constructor needs arguments, and what making an object of it raises.
     """
     if isinstance(candidate, Agent):
+        for method in (candidate.training_rollout, candidate.validation_rollout, candidate.rollout):
+            _refuse_generator(method)
         return candidate
     if isinstance(candidate, type) and issubclass(candidate, Agent):
         try:
-            inspect.signature(candidate).bind()
+            inspect.signature(candidate, follow_wrapped=False).bind()
         except TypeError as error:
             raise AgentSignature(
                 f"{called(candidate)} is a class that cannot be made without arguments ({error}): give an object of it"
             ) from None
-        return candidate()
+        return as_agent(candidate())
     if callable(candidate):
         return FunctionAgent(candidate)
     raise TypeError(f"an agent is a function, an Agent or an Agent class, got {reprlib.repr(candidate)}")
@@ -280,10 +282,7 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
             f"{called(function)} is a class: give an object of it, which is called with a task, or let it subclass "
             "lrl.Agent"
         )
-    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, _call(function))):
-        raise AgentSignature(
-            f"{called(function)} yields: an agent returns its reward, and gives others on its way (lrl.emit_reward)"
-        )
+    _refuse_generator(function)
     parameters = list(inspect.signature(function).parameters.values())
     if not parameters or parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
         raise AgentSignature(f"{called(function)} takes no task: its first parameter is the task, given by position")
@@ -302,6 +301,13 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
                 f"'rollout' or '{_PROMPT}', annotate it LLM or PromptTemplate, or give it a default"
             )
     return injected
+
+
+def _refuse_generator(function: Callable[..., Any]) -> None:
+    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, _call(function))):
+        raise AgentSignature(
+            f"{called(function)} yields: an agent returns its reward, and gives others on its way (lrl.emit_reward)"
+        )
 
 
 def _call(function: Callable[..., Any]) -> Any:

@@ -6,7 +6,7 @@ from typing import Protocol, SupportsFloat, runtime_checkable
 
 @runtime_checkable
 class _Array(Protocol):
-    def item(self) -> SupportsFloat: ...
+    def item(self) -> object: ...
 
 
 def number(value: object) -> float | None:
@@ -15,9 +15,20 @@ def number(value: object) -> float | None:
     if not isinstance(value, SupportsFloat):
         return None
     try:
-        return float(value.item() if isinstance(value, _Array) else value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):  # arrays and tensors of several numbers
+        return float(value)
+    except TypeError:
+        return _only_one(value)
+    except (ValueError, RuntimeError, OverflowError):  # arrays and tensors of several numbers
         return None
+
+
+def _only_one(array: object) -> float | None:
+    """The number of an array that has a single one."""
+    try:
+        one = array.item() if isinstance(array, _Array) else None
+    except (TypeError, ValueError):
+        return None
+    return float(one) if isinstance(one, int | float) else None
 
 
 def finite(value: object, where: str) -> float:

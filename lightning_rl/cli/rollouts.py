@@ -250,7 +250,8 @@ def _server(run_dir: Path | None, url: str | None) -> "Iterator[PagedStore]":
     try:
         yield store
     except NotAllowed as error:
-        raise NoServer(f"{url} refuses the key: name the server's admin key in {ADMIN_KEY} ({error})") from error
+        where = f"in {ADMIN_KEY}" if os.environ.get(ADMIN_KEY) else f"in the run's folder ({KEY_FILE})"
+        raise NoServer(f"the admin key {where} is not that server's: {error}") from error
     finally:
         store.close()
 

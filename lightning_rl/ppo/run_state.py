@@ -265,7 +265,7 @@ class RunState:
         self.run_id = run_id
         if not self.step and (before := step_record.furthest(self.run_dir)):
             _log.warning(
-                "the run in %s has no checkpoint, so it begins with step 1 again; %d steps were made before "
+                "the run in %s has no whole checkpoint, so it begins with step 1 again; it had got to step %d "
                 "(trainer.save_freq=N saves one every N steps)",
                 self.run_dir,
                 before,

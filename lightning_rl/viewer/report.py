@@ -188,7 +188,10 @@ def _plain(summary: Mapping[str, Any], report: Mapping[str, Any]) -> str:
     """The report in words, for whoever opens it without scripts."""
     best, account = summary.get("best"), summary.get("account")
     lines = [f"<h2>{escape(str(summary['name']))}</h2>", f"<p>{escape(str(summary.get('folder')))}</p>"]
-    lines.append(f"<p>{escape(str(summary['state']))} after {summary.get('steps', 0)} steps</p>")
+    measured = summary.get("evaluations") or ()
+    lines += [f"<p>{escape(told)}</p>" for told in measured]
+    if not measured:
+        lines.append(f"<p>{escape(str(summary['state']))} after {summary.get('steps', 0)} steps</p>")
     if best:
         lines.append(
             f"<p>{escape(best['label'])}: best {best['value']:.3f} at step {best['step']}, last {best['last']:.3f}</p>"

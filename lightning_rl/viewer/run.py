@@ -269,6 +269,7 @@ def _of_folder(run_dir: Path) -> dict[str, Any]:
     try:
         rows = run_folder.metrics(run_dir)
         config = run_folder.config(run_dir)
+        evaluations = run_folder.evaluations(run_dir)
     except Explained as error:
         return fields | {"problem": str(error)}
     timed = run_folder.series(rows, ["critic/score/mean", "val/reward", "perf/calls_per_s"])
@@ -277,7 +278,7 @@ def _of_folder(run_dir: Path) -> dict[str, Any]:
         "seconds": max((points["seconds"][-1] for points in timed.values()), default=0.0),
         "best": run_folder.best(rows),
         "account": run_folder.account(rows),
-        "evaluations": run_folder.evaluations(run_dir),
+        "evaluations": evaluations,
         "written": (run_dir / run_folder.METRICS).stat().st_mtime if rows else None,
         "model": config.get("actor_rollout_ref.model.path"),
         "has_store": (run_dir / STORE).is_file(),

@@ -139,13 +139,17 @@ def state(run_dir: Path) -> str:
 
 
 def evaluations(run_dir: Path) -> list[str]:
-    """What a baseline measured on each of its datasets, in words; none of another run, or before it ended."""
+    """What a baseline measured on each of its datasets, in words; none of another run, or before it ended. Raises
+    NotRecorded."""
     file = run_dir / EVALUATIONS
-    measured = msgspec.json.decode(file.read_bytes(), type=list[dict[str, Any]]) if file.is_file() else []
-    known: Iterator[dict[str, Any]] = (  # what was not measured is null in JSON
-        {name: math.nan if value is None else value for name, value in one.items()} for one in measured
-    )
-    return [str(Evaluation(**one)) for one in known]
+    if not file.is_file():
+        return []
+    try:
+        measured = msgspec.json.decode(file.read_bytes(), type=list[dict[str, Any]])
+        known = ({name: math.nan if value is None else value for name, value in one.items()} for one in measured)
+        return [str(msgspec.convert(one, Evaluation)) for one in known]  # what was not measured is null in JSON
+    except (msgspec.MsgspecError, OSError) as error:
+        raise NotRecorded(f"{file.resolve()} is no baseline's: {error}") from error
 
 
 def config(run_dir: Path) -> dict[str, Any]:

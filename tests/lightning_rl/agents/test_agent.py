@@ -155,7 +155,7 @@ def test_no_reward_is_none() -> None:
     assert run_agent(as_agent(lambda task: None), claim()) is None
 
 
-@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", [1.0], np.ones(2)], ids=str)
+@pytest.mark.parametrize("reward", [math.nan, math.inf, "1", [1.0], np.ones(2), np.array(["1"])], ids=str)
 def test_what_is_no_finite_number_is_refused_with_the_rollouts_name(reward: Any) -> None:
     with pytest.raises(ValueError, match="rollout r1: a reward must be a finite number"):
         run_agent(as_agent(lambda task: reward), claim())
@@ -309,6 +309,11 @@ class Needy(lrl.Agent):
         self.key = key
 
 
+class Yielding(lrl.Agent):
+    def rollout(self, task: Any, resources: Any, rollout: Any) -> Iterator[float]:
+        yield 1.0
+
+
 def yielding(task: Any) -> Iterator[float]:
     yield 1.0
 
@@ -327,6 +332,7 @@ def by_keyword(*, task: Any) -> float:
         (Calls, "Calls is a class: give an object of it, which is called with a task"),
         (Needy, "Needy is a class that cannot be made without arguments .*'key'.: give an object of it"),
         (by_keyword, "by_keyword takes no task: its first parameter is the task, given by position"),
+        (Yielding, "Yielding.rollout yields: an agent returns its reward"),
         (yielding, "yielding yields: an agent returns its reward"),
         (yielding_later, "yielding_later yields: an agent returns its reward"),
         (lambda **task: 1.0, "takes no task: its first parameter is the task, given by position"),

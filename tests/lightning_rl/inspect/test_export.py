@@ -1,10 +1,12 @@
 """Exported files hold what was recorded, number by number, whichever format; memory does not grow with the run."""
 
 import json
+import os
 import subprocess
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -286,12 +288,20 @@ def test_a_link_stays_one_and_a_pipe_takes_what_comes(run_dir: Path, tmp_path: P
     export(run_dir, "rollouts", "jsonl", link)
     assert link.is_symlink()
     assert len(read(tmp_path / "linked.jsonl")) == 4
-    output = tmp_path / "stdout"  # as /dev/stdout is one
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as threads:
+        piped = threads.submit(pipe.read_bytes)
+        export(run_dir, "rollouts", "jsonl", pipe)
+        assert piped.result() == link.read_bytes()
+    output, appended = tmp_path / "stdout", tmp_path / "appended"  # as /dev/stdout is a link
     output.symlink_to("/proc/self/fd/1")
+    appended.write_text("before\n")
     command = [sys.executable, "-m", "lightning_rl", "export", str(run_dir), "--format", "jsonl", "-o", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert [json.loads(line) for line in done.stdout.splitlines()] == read(link)
-    assert done.stderr == f"4 rollouts in {output}\n"
+    with appended.open("a") as file:
+        done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, text=True, check=True)
+    assert appended.read_bytes() == b"before\n" + link.read_bytes()
+    assert done.stderr.startswith(f"4 rollouts in {output}")
     assert output.is_symlink()
 
 

@@ -93,7 +93,7 @@ def test_a_run_without_a_checkpoint_says_that_it_begins_again(tmp_path: Path, ca
     (tmp_path / "steps" / "000005.msgpack").touch()
     state.begin_session("run", 0)
     [told] = caplog.messages
-    assert "has no checkpoint, so it begins with step 1 again; 5 steps were made before" in told
+    assert "has no whole checkpoint, so it begins with step 1 again; it had got to step 5" in told
 
 
 def test_records_of_steps_that_are_made_anew_are_set_aside(tmp_path: Path) -> None:

@@ -200,6 +200,7 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
     run.indexer.look()
     assert run.answer("rollouts", {"text": "otters"})["rollouts"][0]["advantage"] is None
     assert run.index.record_of("train-3-new") is None
+    assert 3 not in run.index.steps()
     run.close()
     assert not run.index.path.exists()  # nothing is left behind
 

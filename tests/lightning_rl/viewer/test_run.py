@@ -172,6 +172,9 @@ def test_what_a_baseline_measured_is_told_in_words(run: ViewedRun) -> None:
     assert told == run.answer("now", {})["evaluations"] == [str(one) for one in measured]
     assert told[0].startswith("train: accuracy 0.667, 95 % confidence 0.208 to 0.939 (3 tasks, 3 rollouts)")
     assert "unknown of fewer than two tasks" in told[1]
+    for broken in ("{}", "[", '[{"dataset": "train"}]', '[{"mean": "high"}]'):
+        (run.run_dir / "evaluations.json").write_text(broken)
+        assert "evaluations.json is no baseline's" in run.answer("summary", {})["problem"]
 
 
 def test_curves_go_by_step_and_by_time(tmp_path: Path) -> None:
