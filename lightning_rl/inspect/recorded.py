@@ -92,14 +92,19 @@ def is_attached(run_dir: Path) -> bool:
 
 @contextmanager
 def opened(run_dir: Path) -> Iterator[sa.Connection]:
-    """The run's store as it stands now, for reading. Raises NotRecorded where there is none that can be read."""
+    """The run's store as it stands now, for reading; of a server's own, `run_dir` is the store's file. Raises
+    NotRecorded where there is none that can be read."""
     with ExitStack() as close:
-        store = run_dir / STORE
+        store = run_dir if run_dir.is_file() else run_dir / STORE
         if is_attached(run_dir):
             store = Path(close.enter_context(TemporaryDirectory(prefix="lightning-rl-"))) / STORE
             _copy(run_dir, store)
         if not store.is_file():
-            raise NotRecorded(f"{run_dir.resolve()} holds no run: there is no {STORE} in it; name a run's folder")
+            others = [file.name for file in sorted(run_dir.glob("*.db"))[:1]]
+            of_server = f", or {others[0]} in it, a server's store" if others else ""
+            raise NotRecorded(
+                f"{run_dir.resolve()} holds no run: there is no {STORE} in it; name a run's folder{of_server}"
+            )
         if not (store.stat().st_size or _wal(store).exists()):
             raise NotRecorded(f"{store.resolve()} is empty: no run has begun in this folder; name another")
         yield close.enter_context(_reading(store))

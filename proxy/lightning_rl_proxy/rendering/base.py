@@ -243,6 +243,22 @@ def tool_call(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": encodable(name), "arguments": text}}
 
 
+def with_ids(message: dict[str, Any], renamed: Callable[[str], str]) -> dict[str, Any]:
+    """A message whose ids of tool calls are others."""
+    if isinstance(message.get("tool_call_id"), str):
+        message = message | {"tool_call_id": renamed(message["tool_call_id"])}
+    if message.get("tool_calls"):
+        calls = [call | {"id": renamed(str(call.get("id") or ""))} for call in message["tool_calls"]]
+        message = message | {"tool_calls": calls}
+    return message
+
+
+def with_sampled_ids(messages: Sequence[dict[str, Any]], own: Sequence[str | None]) -> list[dict[str, Any]]:
+    """Results of tools under the ids that the model itself gave the calls of its answer, in their order."""
+    known = {str(index): own_id for index, own_id in enumerate(own) if own_id}
+    return [with_ids(message, lambda told: known.get(told.rpartition("_")[2], told)) for message in messages]
+
+
 def arguments_parsed(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Tool-call arguments as objects, since templates print an object and a string differently; a blank text is none,
     as services and clients write a call without arguments."""

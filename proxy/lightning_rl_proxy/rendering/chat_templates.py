@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ from lightning_rl_proxy.rendering.base import (
     check_kwargs,
     tokens_of,
     tool_call,
+    with_ids,
+    with_sampled_ids,
 )
 from lightning_rl_proxy.rendering.call_forms import CallForm, form_by_tokens, form_of
 from lightning_rl_proxy.rendering.forcing import (
@@ -140,14 +142,14 @@ class ChatTemplate:
         if not self._renders(_CALLED):
             self._objects = False
             self._objects = not self._renders(_CALLED)
-        long_ids = [_with_ids(message, lambda short: f"call_{short}_0") for message in _ANSWERED]
+        long_ids = [with_ids(message, lambda short: f"call_{short}_0") for message in _ANSWERED]
         self._short_ids = self._renders(_ANSWERED) and not self._renders(long_ids)
         self.writes_ids = self._renders(_ANSWERED) and PROBED_ID in self.text(_ANSWERED, None)
 
     def text(self, messages: Sequence[Message], tools: Tools, *, generation: bool = True) -> str:
         """The conversation as text; with `generation` it ends where the assistant begins to speak."""
         messages = arguments_parsed(messages) if self._objects else messages
-        messages = [_with_ids(message, _shortened) for message in messages] if self._short_ids else messages
+        messages = [with_ids(message, _shortened) for message in messages] if self._short_ids else messages
         guarded = self._tokenizer.guarded_messages(messages)
         name = "tool_use" if tools is not None and "tool_use" in self._templates else "default"
         return self._templates[name].render(
@@ -248,7 +250,8 @@ class TemplateRenderer:
         if not all(self.append_only[situation] for situation in self._situations(response_ids, messages, tools)):
             return None
         if self._template.writes_ids and "tool" in roles:
-            messages = self._with_sampled_ids(prompt_ids, response_ids, messages, tools)
+            _, text = self._split_reasoning(prompt_ids, self._visible(response_ids))
+            messages = with_sampled_ids(messages, self._form.ids(text, tools))
         thinking = "thinking" if "user" in roles else "thinking_tool"
         if not self.append_only[thinking] and self._holds_reasoning(prompt_ids + response_ids):
             return None
@@ -328,20 +331,6 @@ class TemplateRenderer:
         # How a call ends is the template's own affair: its turn ends with the closer, if that cannot be anything else.
         start = behind.find(self._closer) if self._closer_is_special() else -1
         return None if start < 0 else behind[start:]
-
-    def _with_sampled_ids(
-        self, prompt_ids: list[int], response_ids: list[int], messages: Sequence[Message], tools: Tools
-    ) -> list[Message]:
-        """Results of tools under the ids that the model itself gave the calls of its answer."""
-        _, text = self._split_reasoning(prompt_ids, self._visible(response_ids))
-        own = self._form.ids(text, tools)
-
-        def sampled(told: str) -> str:
-            place = told.rpartition("_")[2]
-            known = {str(index): own_id for index, own_id in enumerate(own)}
-            return known.get(place) or told
-
-        return [_with_ids(message, sampled) for message in messages]
 
     def _closer_is_special(self) -> bool:
         return not self.tokenizer.special_ids.isdisjoint(self._closer_ids)
@@ -595,16 +584,6 @@ def _placeholder_calls(messages: Sequence[Message], tools: Tools) -> list[dict[s
         call_id = str(message.get("tool_call_id") or f"call_{len(calls)}")
         calls.append(tool_call(call_id, named or "tool", {"value": _PLACEHOLDER}))
     return calls
-
-
-def _with_ids(message: Message, renamed: Callable[[str], str]) -> Message:
-    """A message whose ids of calls are others."""
-    if isinstance(message.get("tool_call_id"), str):
-        message = message | {"tool_call_id": renamed(message["tool_call_id"])}
-    if message.get("tool_calls"):
-        calls = [call | {"id": renamed(str(call.get("id") or ""))} for call in message["tool_calls"]]
-        message = message | {"tool_calls": calls}
-    return message
 
 
 def _shortened(call_id: str) -> str:

@@ -6,7 +6,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import renderers
-from renderers.base import ToolCallParseStatus
+from renderers.base import ParsedToolCall, ToolCallParseStatus
 
 from lightning_rl_proxy.errors import GatewayError
 from lightning_rl_proxy.rendering.base import (
@@ -18,6 +18,8 @@ from lightning_rl_proxy.rendering.base import (
     tokens_of,
     tool_call,
     tool_call_id,
+    with_ids,
+    with_sampled_ids,
 )
 from lightning_rl_proxy.rendering.forcing import Forcing, begun, probe_forcing, probe_lead
 from lightning_rl_proxy.rendering.images import Vision
@@ -25,6 +27,7 @@ from lightning_rl_proxy.rendering.rendered_prompts import RenderedPrompts
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
 
 _CACHED_TEXTS = 1024
+_NAMED_IDS = frozenset({"kimi-k2", "kimi-k2.5"})  # formats that write of a call `functions.NAME:NUMBER`, and no name
 _TAIL = 64  # tokens; so near its end a prompt says whether an answer begins inside of its reasoning
 
 
@@ -43,6 +46,7 @@ class LibraryRenderer:
         }
         self.stop_token_ids: list[int] = list(renderer.get_stop_token_ids())
         self.markup = _library_markup(renderer.config.name, tokenizer, self.stop_token_ids)
+        self._names_by_ids = config.name in _NAMED_IDS
         self._forcing: Forcing | None = None
         self._lead: str | None = None
         variants = Variants(self._with_kwargs)
@@ -70,9 +74,10 @@ class LibraryRenderer:
     def _render(
         self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, generation: bool
     ) -> list[int]:
+        messages = arguments_parsed(messages)
         try:
             ids: list[int] = self._renderer.render_ids(
-                self.tokenizer.guarded_messages(arguments_parsed(messages)),
+                self.tokenizer.guarded_messages(_with_named_ids(messages) if self._names_by_ids else messages),
                 tools=None if tools is None else self.tokenizer.guarded(list(tools)),
                 add_generation_prompt=generation,
             )
@@ -96,6 +101,11 @@ class LibraryRenderer:
             next(ends, None)  # of the turn before the prompt's last message, or of that message
             start = next(ends, 0)
         last_turn = prompt_ids[start:]
+        if self._names_by_ids:
+            parsed = self._renderer.parse_response(response_ids, tools=tools, prompt_ids=prompt_ids)
+            messages = with_sampled_ids(
+                messages, [call.id for call in parsed.tool_calls if _made("", call) is not None]
+            )
         added = self.tokenizer.guarded_messages(messages)
         bridged = self._renderer.bridge_to_next_turn(last_turn, response_ids, added, tools=tools)
         if bridged is None:
@@ -150,9 +160,7 @@ class LibraryRenderer:
         ids = self._without_end(response_ids)
         calls: list[dict[str, Any]] = []
         for call in parsed.tool_calls:
-            made = None
-            if call.status == ToolCallParseStatus.OK and (names is None or call.name in names):
-                made = _well_formed(tool_call_id(call_id, len(calls)), call.name, call.arguments)
+            made = _made(tool_call_id(call_id, len(calls)), call) if names is None or call.name in names else None
             if made is not None:
                 calls.append(made)
             elif call.token_span is not None:
@@ -237,13 +245,23 @@ class LibraryRenderer:
         return self.tokenizer.encode(text)
 
 
-def _well_formed(call_id: str, name: Any, arguments: Any) -> dict[str, Any] | None:
-    """The call; None where name or arguments are none, or hold a number that JSON has not."""
-    if not isinstance(name, str) or not isinstance(arguments, dict | str):
+def _made(call_id: str, call: ParsedToolCall) -> dict[str, Any] | None:
+    """The call; None where it is malformed, name or arguments are none, or hold a number that JSON has not."""
+    well_formed = isinstance(call.name, str) and isinstance(call.arguments, dict | str)
+    if call.status != ToolCallParseStatus.OK or not well_formed:
         return None
     with suppress(ValueError):
-        return tool_call(call_id, name, arguments)
+        return tool_call(call_id, str(call.name), call.arguments)
     return None
+
+
+def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose calls have ids as Kimi K2 writes them: `functions.NAME:NUMBER`, counted in a conversation."""
+    named: dict[str, str] = {}
+    for number, call in enumerate(call for message in messages for call in message.get("tool_calls") or ()):
+        own, name = str(call.get("id") or ""), (call.get("function") or {}).get("name")
+        named[own] = own if own.startswith("functions.") else f"functions.{name}:{number}"
+    return [with_ids(message, lambda told: named.get(told, told)) for message in messages]
 
 
 # Formats of the library that are followed token by token: the marks around reasoning and around calls. Of a format that

@@ -169,6 +169,12 @@ def test_a_store_is_opened_for_reading_only(going_on: Path) -> None:
         connection.exec_driver_sql("DELETE FROM spans")
 
 
+def test_the_store_of_a_server_that_has_ended_is_read_by_its_file(run_dir: Path) -> None:
+    store = (run_dir / "store.db").rename(run_dir / "run.db")
+    assert "name a run's folder, or run.db in it, a server's store" in refusal("train-1-1", "--run-dir", str(run_dir))
+    assert "rollout train-1-1: " in explain("train-1-1", "--run-dir", str(store))
+
+
 def test_what_is_not_there_is_one_line(run_dir: Path, tmp_path: Path) -> None:
     assert refusal("train-1-9") == "there is no rollout 'train-1-9' in this run; near are train-1-1, train-1-0"
     assert "there is no rollout 'xyz' in this run; `lightning-rl explain` alone lists" in refusal("xyz")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer
 from lightning_rl_proxy.rendering.load import load_renderer
@@ -175,6 +176,38 @@ def test_reasoning_that_was_cut_is_stripped_as_closed_reasoning_is(renderer: Lib
         for close in ("", "</think>")
     ]
     assert answers == ["so it is", "so it is"]
+
+
+KIMI = "<|im_user|> <|im_assistant|> <|im_system|> <|im_middle|> <|tool_calls_section_begin|> "
+KIMI += "<|tool_calls_section_end|> <|tool_call_begin|> <|tool_call_argument_begin|> <|tool_call_end|>"
+
+
+def test_a_format_that_names_a_call_by_its_id_has_ids_with_names(tmp_path: Path) -> None:
+    """Kimi K2 writes of a call its id and no name, so that under an id of ours nobody knew what was called."""
+    tokenizer = Tokenizer.from_file(str(TOKENIZER / "tokenizer.json"))
+    tokenizer.add_special_tokens(KIMI.split())
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    renderer = load_renderer(tmp_path, "kimi-k2", "mine")
+    tools = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("count", "look_up")]
+    asked = [{"role": "user", "content": "one"}]
+    prompt = renderer.render(asked, tools)
+    calls = "".join(
+        f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{{}}<|tool_call_end|>"
+        for number, name in ((4, "count"), (5, "look_up"))
+    )
+    text = f"<|tool_calls_section_begin|>{calls}<|tool_calls_section_end|><|im_end|>"
+    response = renderer.tokenizer.encode(text)
+    answer = renderer.parse("7", prompt, response, None, "stop", tools)
+    assert [call["id"] for call in answer.tool_calls] == ["call_7_0", "call_7_1"]
+    results = [{"role": "tool", "tool_call_id": f"call_7_{i}", "content": str(i)} for i in (0, 1)]
+    added = renderer.tokenizer.decode(renderer.extend(prompt, response, results, tools) or [])
+    assert added.index("## Return of functions.count:4\n0") < added.index("## Return of functions.look_up:5\n1")
+    anew = renderer.tokenizer.decode(renderer.render([*asked, answer.message(), *results, *asked], tools))
+    for number, name in enumerate(("count", "look_up")):
+        assert f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>" in anew
+        assert f"## Return of functions.{name}:{number}\n{number}" in anew
+    assert "call_7" not in anew
 
 
 @pytest.mark.parametrize("template", [None, QWEN3])
