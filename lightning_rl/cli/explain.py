@@ -40,6 +40,8 @@ def run(
         raise typer.BadParameter("--call needs the rollout that it is in")
     if call is None and (token is not None or now or whole):
         raise typer.BadParameter("--token, --now and --all are of one call: name it with --call")
+    if rollout is not None and Path(rollout).is_dir():
+        raise typer.BadParameter(f"{rollout} is a folder: name it with --run-dir")
     place = recorded.newest_run() if run_dir is None else run_dir
     with recorded.opened(place) as connection:
         if rollout is None:

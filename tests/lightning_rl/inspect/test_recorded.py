@@ -175,6 +175,12 @@ def test_the_store_of_a_server_that_has_ended_is_read_by_its_file(run_dir: Path)
     assert "rollout train-1-1: " in explain("train-1-1", "--run-dir", str(store))
 
 
+def test_a_folder_in_the_place_of_a_rollout_is_told_where_it_goes(run_dir: Path) -> None:
+    done = CliRunner().invoke(app, ["explain", str(run_dir)])
+    assert done.exit_code == 2
+    assert "name it with --run-dir" in " ".join(done.output.replace("│", " ").split())
+
+
 def test_what_is_not_there_is_one_line(run_dir: Path, tmp_path: Path) -> None:
     assert refusal("train-1-9") == "there is no rollout 'train-1-9' in this run; near are train-1-1, train-1-0"
     assert "there is no rollout 'xyz' in this run; `lightning-rl explain` alone lists" in refusal("xyz")

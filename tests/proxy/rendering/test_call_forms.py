@@ -5,17 +5,20 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from lightning_rl_proxy.errors import GatewayError
+from lightning_rl_proxy.gateway import Gateway
 from lightning_rl_proxy.rendering.call_forms import FORMS, CallForm, form_by_tokens
 from lightning_rl_proxy.rendering.chat_templates import TemplateRenderer, read_template
 from lightning_rl_proxy.rendering.parsing import AnswerEnd, AnswerParser
 from lightning_rl_proxy.rendering.tokenizer import FastTokenizer
-from tests.proxy.conftest import TOKENIZER
+from lightning_rl_proxy.routing.router import Router
+from tests.proxy.conftest import SECRET, TOKENIZER, MemoryLedger, ScriptedEngine, Served, listening
 from tests.random_examples import examples
 
 FRAME = """{%- if tools %}{{- '<|im_start|>system\\n' + tools | tojson + '<|im_end|>\\n' }}{% endif %}
@@ -381,6 +384,39 @@ def test_the_page_of_the_gateway_has_each_form() -> None:
     for form, row in zip(FORMS, rows, strict=True):
         assert row.startswith(f"| `{form.opening}")
         assert all(mark in row for mark in (form.closing, *form.inner))
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_agents_turns_with_tools_are_one_row(
+    name: str, load: Callable[..., TemplateRenderer], tmp_path: Path
+) -> None:
+    """Through the gateway, by OpenAI's SDK: two calls, their results, and an answer."""
+    renderer = load(name)
+    engine, ledger, router = ScriptedEngine(renderer.tokenizer), MemoryLedger(), Router("policy")
+    router.register(engine)
+    gateway = Gateway(ledger=ledger, secret=SECRET, journal=tmp_path / "journal", renderer=renderer, router=router)
+    engine.script.extend([WRITTEN[name][1], "three"])
+    with listening(gateway) as (url, loop):
+        served = Served(url, gateway, ledger, engine, loop)
+        sdk = openai.OpenAI(base_url=served.base_url(), api_key=served.key(), max_retries=0)
+        messages: list[Any] = [{"role": "user", "content": "how many?"}]
+        answer = sdk.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0]  # type: ignore[call-overload]
+        told = [(call.function.name, json.loads(call.function.arguments)) for call in answer.message.tool_calls]
+        assert (answer.finish_reason, told) == ("tool_calls", EXPECTED)
+        messages.append(answer.message.model_dump(exclude_none=True))
+        messages += [
+            {"role": "tool", "tool_call_id": call.id, "content": f"result {number}"}
+            for number, call in enumerate(answer.message.tool_calls)
+        ]
+        last = sdk.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0]
+        assert last.message.content == "three"
+        served.seal()
+    one, two = ledger.calls()
+    assert (one.parent_id, two.parent_id) == (None, one.call_id)
+    assert one.prompt_ids + one.response_ids + two.prompt_ids == engine.prompts[1]
+    added = renderer.tokenizer.decode(two.prompt_ids)
+    own = ["aB3456789 ", "bB3456789 "] if name in RESULTS else ["", ""]
+    assert [f"{own_id}result {number}" in added for number, own_id in enumerate(own)] == [True, True]
 
 
 def test_refusals_of_a_template_are_still_its_own(load: Callable[..., TemplateRenderer]) -> None:
