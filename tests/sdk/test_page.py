@@ -31,7 +31,7 @@ ERRORS: dict[str, dict[str, Any]] = {
     "an unknown path, or a model that is refused": {"method": "GET"},
     "the attempt is closed": {"closed": True},
     "another gateway has the attempt": {"elsewhere": True},
-    "the body is over 64 MiB": {"max_body": 8},
+    "the body is over 64 MiB, or, for models of text, over 1 MiB and 64 bytes a token of the context": {"max_body": 8},
     "no engine, or it failed": {"fail": 1},
 }
 
