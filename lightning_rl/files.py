@@ -104,11 +104,11 @@ def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
         yield sys.stdout.buffer
         sys.stdout.flush()
         return
-    path = path.resolve() if path.is_symlink() else path
     if path.exists() and not path.is_file():
         with named_in_errors(path), path.open("wb") as file:
             yield file
         return
+    path = Path(os.path.realpath(path))
     partial = path.with_name(path.name + ".partial")
     try:
         with (
@@ -128,7 +128,7 @@ def is_standard_output(path: Path) -> bool:
     """Whether what is written to a file goes to where this process prints."""
     try:
         return os.path.samestat(path.stat(), os.fstat(sys.stdout.fileno()))
-    except OSError:  # there is no such file, or standard output is none
+    except (OSError, ValueError, AttributeError):  # there is no such file, or standard output is none, or closed
         return False
 
 

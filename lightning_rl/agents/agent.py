@@ -143,6 +143,8 @@ def as_agent(candidate: Any) -> Agent:
     if isinstance(candidate, type) and issubclass(candidate, Agent):
         try:
             inspect.signature(candidate, follow_wrapped=False).bind()
+        except ValueError:  # nobody can tell what it needs
+            pass
         except TypeError as error:
             raise AgentSignature(
                 f"{called(candidate)} is a class that cannot be made without arguments ({error}): give an object of it"

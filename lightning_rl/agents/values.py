@@ -26,9 +26,9 @@ def _only_one(array: object) -> float | None:
     """The number of an array that has a single one."""
     try:
         one = array.item() if isinstance(array, _Array) else None
-    except (TypeError, ValueError):
+        return float(one) if isinstance(one, int | float) else None
+    except (TypeError, ValueError, OverflowError):
         return None
-    return float(one) if isinstance(one, int | float) else None
 
 
 def finite(value: object, where: str) -> float:

@@ -1,5 +1,6 @@
 """`lightning-rl explain`: a rollout drawn, with what training made of its calls; one of them down to its tokens."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,7 +41,7 @@ def run(
         raise typer.BadParameter("--call needs the rollout that it is in")
     if call is None and (token is not None or now or whole):
         raise typer.BadParameter("--token, --now and --all are of one call: name it with --call")
-    if rollout is not None and Path(rollout).is_dir():
+    if rollout is not None and os.path.isdir(rollout):
         raise typer.BadParameter(f"{rollout} is a folder: name it with --run-dir")
     place = recorded.newest_run() if run_dir is None else run_dir
     with recorded.opened(place) as connection:

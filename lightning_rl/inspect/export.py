@@ -104,7 +104,9 @@ def export(
     if form == "otlp" and what not in ("spans", "calls"):
         raise NotExported(f"OTLP has spans, and no place for {what}: choose --what spans or calls, or another format")
     file = to / f"{what}.{'parquet' if form == 'parquet' else 'jsonl'}" if to.is_dir() else to
-    if is_a_runs_own(file, run_dir, *(f"{name}.{ending}" for name in WHATS for ending in ("parquet", "jsonl"))):
+    if file.resolve() == run_dir.resolve() or is_a_runs_own(
+        file, run_dir, *(f"{name}.{ending}" for name in WHATS for ending in ("parquet", "jsonl"))
+    ):
         raise NotExported(f"{file} is a file of the run: name another for what is exported")
     if not file.parent.is_dir():
         raise NotExported(f"there is no folder {file.parent.resolve()} for {file.name}: make it, or name another")

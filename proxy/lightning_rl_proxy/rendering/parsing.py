@@ -26,6 +26,7 @@ State = Literal["start", "reasoning", "content", "calls", "held", "over"]
 _log = logging.getLogger(__name__)
 _INCOMPLETE = "\ufffd"  # what an unfinished character decodes to
 _CLOSED_CALLS = 32  # that are read as they close; behind them those that have closed are, at 64, 128, ...
+_MAY_CLOSE = 256  # the same, of a format of which any token of its own may close a call
 _CHARACTER = 4  # tokens that an unfinished character can be in at most
 
 
@@ -258,15 +259,21 @@ class AnswerParser:
             calls = self._calls_so_far()
             if calls and not self._parallel:
                 self._called = self._followed
-                if self._course.opened_call:  # the mark of the next one is no part of the answer
-                    self._called -= len(run)
+                if (mark := self._course.opened_call) is not None:  # of the next one: it is no part of the answer
+                    self._called -= self._tokens_of(mark)
                     self._end_behind_call()
             deltas += self._tell_calls(calls if self._parallel else calls[:1])
         return deltas
 
+    def _tokens_of(self, mark: str) -> int:
+        """How many tokens the mark takes that the last one has completed."""
+        decode, kept = self._reader.tokenizer.decode, self._kept[: self._followed]
+        return next(n for n in range(1, len(kept) + 1) if mark in decode(kept[-n:]) or n == len(kept))
+
     def _is_looked_at(self) -> bool:
-        """Whether calls are looked for where one has closed: each look reads the whole answer again."""
-        return self._closed <= _CLOSED_CALLS or not self._closed & (self._closed - 1)
+        """Whether calls are looked for where one has closed, or may have: each look reads the whole answer again."""
+        most = _CLOSED_CALLS if self._course is not None else _MAY_CLOSE
+        return self._closed <= most or not self._closed & (self._closed - 1)
 
     def _prompt_opens_reasoning(self, markup: Markup) -> bool:
         return markup.reasoning is not None and bool(self._parse(self._reader.encode_behind("x"), "stop").reasoning)
@@ -318,7 +325,7 @@ class _Course:
     def __init__(self, markup: Markup, decode: Callable[[list[int]], str], *, reasons: bool) -> None:
         self.state: State = "reasoning" if reasons else "start"
         self.closed_call = False  # by the tokens pushed last
-        self.opened_call = False  # by these too, which is what has closed the one before
+        self.opened_call: str | None = None  # the mark of another one, which is what has closed it
         self._markup = markup
         self._marks = markup.marks()
         # Of two marks that begin at one place the first in the alphabet is found.
@@ -335,7 +342,7 @@ class _Course:
 
     def push(self, run: list[int]) -> list[tuple[Channel, str]]:
         """The text that a run of plain tokens, or one other token, adds."""
-        self.closed_call = self.opened_call = False
+        self.closed_call, self.opened_call = False, None
         if self.state == "over" or run[0] in self._markup.unseen:
             return []
         mark = self._markup.tokens.get(run[0])
@@ -376,7 +383,8 @@ class _Course:
         if mark == self._call_end:
             self.closed_call = self.state in ("calls", "held")
         elif mark == self._call and not self._call_end:
-            self.closed_call = self.opened_call = self.state in ("calls", "held")
+            self.closed_call = self.state in ("calls", "held")
+            self.opened_call = mark if self.closed_call else None
         if self.state == "calls" or self.state == "held":
             return
         state: State = "held"

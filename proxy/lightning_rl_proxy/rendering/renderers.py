@@ -1,5 +1,6 @@
 """Renderers of the `renderers` library, each made for a family of models, held to the append-only contract."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -102,10 +103,7 @@ class LibraryRenderer:
             start = next(ends, 0)
         last_turn = prompt_ids[start:]
         if self._names_by_ids:
-            parsed = self._renderer.parse_response(response_ids, tools=tools, prompt_ids=prompt_ids)
-            messages = with_sampled_ids(
-                messages, [call.id for call in parsed.tool_calls if _made("", call) is not None]
-            )
+            messages = with_sampled_ids(messages, self._own_ids(prompt_ids, response_ids, tools))
         added = self.tokenizer.guarded_messages(messages)
         bridged = self._renderer.bridge_to_next_turn(last_turn, response_ids, added, tools=tools)
         if bridged is None:
@@ -113,6 +111,16 @@ class LibraryRenderer:
         ids: list[int] = bridged.token_ids
         context = last_turn + response_ids
         return ids[len(context) :] if ids[: len(context)] == context else None
+
+    def _own_ids(
+        self, prompt_ids: list[int], response_ids: list[int], tools: Sequence[dict[str, Any]] | None
+    ) -> list[str | None]:
+        """The ids that the model itself gave the calls of an answer."""
+        try:
+            parsed = self._renderer.parse_response(response_ids, tools=tools, prompt_ids=prompt_ids)
+        except (ValueError, RecursionError):  # as in `parse`
+            return []
+        return [call.id for call in parsed.tool_calls if _made("", call) is not None]
 
     def parse(
         self,
@@ -257,11 +265,18 @@ def _made(call_id: str, call: ParsedToolCall) -> dict[str, Any] | None:
 
 def _with_named_ids(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages whose calls have ids as Kimi K2 writes them: `functions.NAME:NUMBER`, counted in a conversation."""
-    named: dict[str, str] = {}
-    for number, call in enumerate(call for message in messages for call in message.get("tool_calls") or ()):
-        own, name = str(call.get("id") or ""), (call.get("function") or {}).get("name")
-        named[own] = own if own.startswith("functions.") else f"functions.{name}:{number}"
-    return [with_ids(message, lambda told: named.get(told, told)) for message in messages]
+    named: dict[str, str] = {}  # by the ids that the client has for the latest calls
+    numbers = itertools.count()
+    renamed: list[dict[str, Any]] = []
+    for message in messages:
+        calls: list[dict[str, Any]] = []
+        for call in message.get("tool_calls") or ():
+            number = next(numbers)
+            own, name = str(call.get("id") or ""), (call.get("function") or {}).get("name")
+            named[own] = own if own.startswith("functions.") else f"functions.{name}:{number}"
+            calls.append(call | {"id": named[own]})
+        renamed.append(with_ids(message, lambda told: named.get(told, told)) | ({"tool_calls": calls} if calls else {}))
+    return renamed
 
 
 # Formats of the library that are followed token by token: the marks around reasoning and around calls. Of a format that

@@ -393,7 +393,8 @@ class Router:
 
     async def _release(self, model: str, replica: Replica[Any]) -> None:
         async with self._ordering[model]:
-            await self._watch.release(replica)
+            pass  # whoever was telling it to freeze has done so, and nobody tells it anything more
+        await self._watch.release(replica)
         while replica.in_flight:
             await self._until_one_ends()
         await replica.engine.close()

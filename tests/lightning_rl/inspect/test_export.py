@@ -282,18 +282,25 @@ def test_the_command_says_how_many_and_where(run_dir: Path) -> None:
     assert msgspec.json.decode((run_dir / "rollouts.jsonl").read_bytes().splitlines()[3])["status"] == "queued"
 
 
-def test_a_link_stays_one_and_a_pipe_takes_what_comes(run_dir: Path, tmp_path: Path) -> None:
+def test_a_link_stays_one_and_a_pipe_takes_what_comes(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = tmp_path / "link.jsonl"
     link.symlink_to(tmp_path / "linked.jsonl")
     export(run_dir, "rollouts", "jsonl", link)
     assert link.is_symlink()
     assert len(read(tmp_path / "linked.jsonl")) == 4
-    pipe = tmp_path / "pipe.jsonl"
+    pipe, to_pipe = tmp_path / "pipe.jsonl", tmp_path / "to_pipe.jsonl"
     os.mkfifo(pipe)
+    to_pipe.symlink_to(pipe)
     with ThreadPoolExecutor() as threads:
-        piped = threads.submit(pipe.read_bytes)
-        export(run_dir, "rollouts", "jsonl", pipe)
-        assert piped.result() == link.read_bytes()
+        for named in (pipe, to_pipe):
+            piped = threads.submit(pipe.read_bytes)
+            export(run_dir, "rollouts", "jsonl", named)
+            assert piped.result() == link.read_bytes()
+    monkeypatch.setattr(sys, "stdout", None)  # as of a process without a terminal
+    export(run_dir, "rollouts", "jsonl", link)
+    monkeypatch.undo()
     output, appended = tmp_path / "stdout", tmp_path / "appended"  # as /dev/stdout is a link
     output.symlink_to("/proc/self/fd/1")
     appended.write_text("before\n")

@@ -15,6 +15,7 @@ from lightning_rl.cli import app
 from lightning_rl.config import compose, to_yaml
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import recorded
+from lightning_rl.inspect.export import export
 from lightning_rl.store.contract import RolloutRequest
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters import semconv
@@ -173,6 +174,9 @@ def test_the_store_of_a_server_that_has_ended_is_read_by_its_file(run_dir: Path)
     store = (run_dir / "store.db").rename(run_dir / "run.db")
     assert "name a run's folder, or run.db in it, a server's store" in refusal("train-1-1", "--run-dir", str(run_dir))
     assert "rollout train-1-1: " in explain("train-1-1", "--run-dir", str(store))
+    assert "there is no rollout" in refusal("x" * 300, "--run-dir", str(store))
+    with pytest.raises(Explained, match=r"run\.db is a file of the run"):
+        export(store, "rollouts", "jsonl", store)
 
 
 def test_a_folder_in_the_place_of_a_rollout_is_told_where_it_goes(run_dir: Path) -> None:

@@ -287,8 +287,9 @@ def test_a_value_may_hold_what_ends_one(load: Callable[..., TemplateRenderer]) -
     assert (called(answer), answer.content) == ([("count", {"of": value, "n": "2"})], "")
 
 
-def test_a_second_call_is_cut_off_where_one_is_wanted(load: Callable[..., TemplateRenderer]) -> None:
-    renderer = load("mistral_named")
+@pytest.mark.parametrize("special", [True, False], ids=["tokens", "text"])
+def test_a_second_call_is_cut_off_where_one_is_wanted(special: bool, load: Callable[..., TemplateRenderer]) -> None:
+    renderer = load("mistral_named", special)
     parser = AnswerParser(renderer, "7", [], TOOLS, AnswerEnd(one_tool_call=True))
     first, second = (
         renderer.tokenizer.encode("[TOOL_CALLS]" + part)

@@ -1,6 +1,7 @@
 """Which renderer a model gets: by its name, by its folder's word, by its own template, or one clear error."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,15 @@ def test_a_format_that_names_a_call_by_its_id_has_ids_with_names(tmp_path: Path)
         assert f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>" in anew
         assert f"## Return of functions.{name}:{number}\n{number}" in anew
     assert "call_7" not in anew
+    # A client may name the calls of each turn alike.
+    once = answer.message() | {"tool_calls": [answer.tool_calls[0] | {"id": "a"}]}
+    again = answer.message() | {"tool_calls": [answer.tool_calls[1] | {"id": "a"}]}
+    result = {"role": "tool", "tool_call_id": "a", "content": "x"}
+    talk = [*asked, once, result, again, result, *asked]
+    alike = renderer.tokenizer.decode(renderer.render(talk, tools))
+    assert re.findall(r"functions\.\w+:\d", alike) == ["functions.count:0"] * 2 + ["functions.look_up:1"] * 2
+    deep = renderer.tokenizer.encode(text.replace("{}", '{"a":' * 3000))
+    assert renderer.extend(prompt, deep, results, tools) is not None
 
 
 @pytest.mark.parametrize("template", [None, QWEN3])

@@ -866,6 +866,24 @@ def test_an_engine_that_is_taken_out_while_it_is_told_to_freeze_goes_on() -> Non
     run(work)
 
 
+def test_an_engine_that_is_taken_out_and_hangs_holds_up_no_pause() -> None:
+    async def work() -> None:
+        engine, other = Engine(), Engine()
+        router = routing(engine, other)
+        held = Held(router, engine)
+        await held.begin()
+        await router.pause(None)
+        engine.resuming = asyncio.Event()
+        await router.detach("m 0")
+        await asyncio.sleep(0)
+        await router.resume(None, None)
+        await router.pause(None)
+        engine.resuming.set()
+        await held.end()
+
+    run(work)
+
+
 def test_a_pause_that_begins_while_engines_are_checked_holds_the_call() -> None:
     async def work() -> None:
         engine = Engine()
