@@ -282,7 +282,8 @@ class Router:
             self._paused_at.setdefault(name, time.monotonic())
         for name in gates:
             if name in self._engines:
-                await self._watch.expect_pause(self._engines[name])
+                async with self._ordering[name]:
+                    await self._watch.expect_pause(self._engines[name])
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(drain_seconds):
                 while any(self._pool(name).in_flight for name, gate in gates.items() if not gate.is_set()):
