@@ -38,8 +38,9 @@ def cluster() -> Iterator[Hosts]:
 
 
 def agent(task: dict[str, Any], llm: lrl.LLM) -> float:
-    """Two calls, with a wait between them: on the doomed machine until that is gone, in the second step until the
-    machine that takes its place runs agents too."""
+    """Two calls, with a wait between them: on the doomed machine until that is gone, elsewhere until it runs two agents
+    (or the others would be done before it has begun), and in the second step until the machine that takes its place
+    runs agents too."""
     import secrets
     import time
     from pathlib import Path
@@ -54,6 +55,8 @@ def agent(task: dict[str, Any], llm: lrl.LLM) -> float:
     assert "LIGHTNING_RL_RUNNER_KEY" not in os.environ
     while place == "doomed":
         time.sleep(1)
+    while len(list(folder.glob("doomed-*"))) < 2:
+        time.sleep(0.1)
     while task["second"] and not list(folder.glob("late-*")):
         time.sleep(0.1)
     chat += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "and"}]
