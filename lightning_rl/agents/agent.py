@@ -12,6 +12,7 @@ import reprlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+from lightning_rl.agents.emit import generates
 from lightning_rl.agents.resources import LLM, PromptTemplate, ProxyLLM
 from lightning_rl.agents.values import finite
 from lightning_rl.errors import Explained
@@ -306,7 +307,7 @@ def _injected_parameters(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def _refuse_generator(function: Callable[..., Any]) -> None:
-    if any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in (function, _call(function))):
+    if generates(function) or generates(_call(function)):
         raise AgentSignature(
             f"{called(function)} yields: an agent returns its reward, and gives others on its way (lrl.emit_reward)"
         )

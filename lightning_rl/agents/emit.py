@@ -166,7 +166,7 @@ class Operation:
 
     def __call__(self, function: F) -> F:
         """The function, recorded. Raises TypeError for what only looks like one: a class, or a generator."""
-        if not callable(function) or inspect.isclass(function) or _generates(function):
+        if not callable(function) or inspect.isclass(function) or generates(function):
             raise TypeError(
                 f"operation: {function!r} is no function that returns; put `with operation(name):` around the block"
             )
@@ -228,7 +228,8 @@ def _text(value: object, where: str) -> str:
     return encodable(value)
 
 
-def _generates(function: Any) -> bool:
+def generates(function: Any) -> bool:
+    """Whether calling it makes a generator, which runs nothing yet."""
     return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
 
 

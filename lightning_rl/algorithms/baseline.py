@@ -14,7 +14,7 @@ import msgspec
 
 from lightning_rl.algorithms.asked_before import again
 from lightning_rl.algorithms.base import Algorithm, Dataset, Endpoint
-from lightning_rl.algorithms.evaluation import Evaluation, evaluate
+from lightning_rl.algorithms.evaluation import EVALUATIONS, Evaluation, evaluate
 from lightning_rl.config import ConfigError
 from lightning_rl.files import TOKENIZER_FOLDER, write_whole
 from lightning_rl.rewards import GroupReward
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _GROUPS_AT_ONCE = 8  # that are graded
 _TELLING = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")  # one tokenizer from another
-_STORE, _EVALUATIONS = "store.db", "evaluations.json"
+_STORE = "store.db"
 
 
 class Baseline(Algorithm):
@@ -140,13 +140,13 @@ class Baseline(Algorithm):
     def run(self, train_dataset: Dataset, val_dataset: Dataset) -> None:
         """Evaluate on each dataset that is given."""
         self.evaluations = []
-        (self.run_dir / _EVALUATIONS).unlink(missing_ok=True)  # of a run that is gone on with
+        (self.run_dir / EVALUATIONS).unlink(missing_ok=True)  # of a run that is gone on with
         for name, tasks in {"train": train_dataset, "val": val_dataset}.items():
             if tasks:
                 self.evaluations.append(self.evaluate(name, tasks))
                 print(self.evaluations[-1])
         print(f"to look at its rollouts: lightning-rl dashboard {shlex.quote(str(self.run_dir))}")
-        write_whole(self.run_dir / _EVALUATIONS, msgspec.json.encode(self.evaluations) + b"\n")
+        write_whole(self.run_dir / EVALUATIONS, msgspec.json.encode(self.evaluations) + b"\n")
 
     def evaluate(self, name: str, tasks: Dataset) -> Evaluation:
         """Run the agent `n` times on each task."""

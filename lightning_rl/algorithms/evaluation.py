@@ -9,6 +9,7 @@ from statistics import NormalDist, fmean, variance
 
 import msgspec
 
+EVALUATIONS = "evaluations.json"  # in the folder of the run that measured them
 _Z = NormalDist().inv_cdf(0.975)
 
 

@@ -158,7 +158,7 @@ def _of_folder(run_dir: Path) -> Evidence:
     config = folder.config_of(run_dir)
     rows = _rows(run_dir / "metrics.jsonl")
     metrics = [row for row in rows if is_of_training(row)]
-    # A run that goes on from an earlier step has records of steps that it does anew.
+    # A run that an earlier release went on with from an earlier step has records of steps that it does anew.
     until = max((int(row["step"]) for row in rows), default=None)
     if config is None:
         steps = folder.steps(run_dir, RECENT, until=until)

@@ -19,6 +19,7 @@ from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnno
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticSerializationError
 
+from lightning_rl.agents.emit import generates
 from lightning_rl.tools.errors import ToolError, WrongArguments
 from lightning_rl.tools.json_schema import inlined, with_known_typed_dicts
 from lightning_rl.tools.schemas import OpenAIFunctionToolSchema
@@ -215,7 +216,7 @@ def _signature(function: Callable[..., Any], called: str) -> inspect.Signature:
     plain, _ = _plain(function)
     if inspect.isclass(plain):
         raise ToolError(f"{called} is a class; give a function, or subclass BaseTool for a tool with state")
-    if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
+    if generates(plain):
         raise ToolError(f"{called} is a generator; a tool returns its result")
     try:
         return inspect.signature(function)

@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 import yaml
 
-from lightning_rl.algorithms.evaluation import Evaluation
+from lightning_rl.algorithms.evaluation import EVALUATIONS, Evaluation
 from lightning_rl.files import LOCK, finished, is_held
 from lightning_rl.inspect.recorded import STORE, NotRecorded
 from lightning_rl.telemetry.metrics import jsonl
 
-METRICS, CONFIG, EVALUATIONS = "metrics.jsonl", "config.yaml", "evaluations.json"
+METRICS, CONFIG = "metrics.jsonl", "config.yaml"
 URL_FILE, KEY_FILE = "server.url", "admin.key"
 _SECRET = re.compile(
     r"(^|[._-])(api_?key|key|token|secret|pwd|pat|credentials?)$|(password|passwd|secret_?key)$", re.IGNORECASE

@@ -66,15 +66,16 @@ class CallForm(NamedTuple):
         kept, at = "", 0
         for region in self._regions(text, tools):
             kept += text[at : region.start]
-            for one in region.calls:
-                calls.append(tool_call(tool_call_id(call_id, len(calls)), one.name, one.arguments))
+            calls += [
+                call | {"id": tool_call_id(call_id, place)} for place, call in enumerate(region.calls, len(calls))
+            ]
             at = region.end
         kept += text[at:]
         return (kept.rstrip() if calls else kept), calls
 
     def ids(self, text: str, tools: Tools) -> list[str | None]:
         """The ids that the model itself gave the calls of a text."""
-        return [call.id for region in self._regions(text, tools) for call in region.calls]
+        return [own_id for region in self._regions(text, tools) for own_id in region.ids]
 
     def _regions(self, text: str, tools: Tools) -> "Iterator[_Region]":
         """The regions that hold calls."""
@@ -95,36 +96,37 @@ class CallForm(NamedTuple):
 
     def _end(self, text: str, inside: int) -> int:
         """Where what stands in a region ends; -1: nowhere."""
+        if self.closing and self.last is None:
+            return text.find(self.closing, inside)
         following = text.find(self.opening, inside)
         following = len(text) if following < 0 else following
-        if not self.closing:
+        if self.last is None:
             return following
         # What closes before the last mark within stands in a value.
-        last = None if self.last is None else self.last.search(text, inside, following)
+        last = self.last.search(text, inside, following)
         return text.find(self.closing, inside) if last is None else last.end()
 
     def _region(self, text: str, start: int, inside: int, end: int, tools: Tools) -> "_Region | None":
         """What is called between two places; None where nothing is."""
         try:
-            found = self.read(text[inside:end], tools)
-            calls, taken = found or ([], 0)
-            for call in calls:
-                tool_call("", call.name, call.arguments)
+            written, taken = self.read(text[inside:end], tools) or ([], 0)
+            calls = [tool_call("", call.name, call.arguments) for call in written]
         except (ValueError, RecursionError):  # no JSON, nested too deep, or with a number that JSON has not
             return None
-        if not calls:
+        if not calls or (self.closing and text[inside + taken : end].strip()):
             return None
-        if not self.closing:
-            return _Region(start, inside + taken, calls)
-        return None if text[inside + taken : end].strip() else _Region(start, end + len(self.closing), calls)
+        behind = end + len(self.closing) if self.closing else inside + taken
+        return _Region(start, behind, calls, [call.id for call in written])
 
 
 class _Region(NamedTuple):
-    """Calls, and where they stand in a text, marks included."""
+    """Calls, as OpenAI has them but for their ids, the model's own ids, and where they stand in a text, marks
+    included."""
 
     start: int
     end: int
-    calls: list[WrittenCall]
+    calls: list[dict[str, Any]]
+    ids: list[str | None]
 
 
 def form_of(own: str, name: str, arguments: Mapping[str, Any], tools: Tools) -> CallForm | None:

@@ -5,6 +5,7 @@ trusted in the situations in which a probe at start found it to hang on the new 
 None. The template is foreign code: it runs sandboxed, and whatever it raises is an answer about it, never a crash.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -139,12 +140,13 @@ class ChatTemplate:
         self.varies = any(name in text for text in texts.values() for name in _VARYING)
         # Most templates take the arguments of calls as objects; some put them together as the texts that they came as.
         self._objects, self._short_ids = True, False
-        if not self._renders(_CALLED):
+        if self._written(_CALLED) is None:
             self._objects = False
-            self._objects = not self._renders(_CALLED)
+            self._objects = self._written(_CALLED) is None
+        answered = self._written(_ANSWERED)
+        self.writes_ids = answered is not None and PROBED_ID in answered
         long_ids = [with_ids(message, lambda short: f"call_{short}_0") for message in _ANSWERED]
-        self._short_ids = self._renders(_ANSWERED) and not self._renders(long_ids)
-        self.writes_ids = self._renders(_ANSWERED) and PROBED_ID in self.text(_ANSWERED, None)
+        self._short_ids = answered is not None and self._written(long_ids) is None
 
     def text(self, messages: Sequence[Message], tools: Tools, *, generation: bool = True) -> str:
         """The conversation as text; with `generation` it ends where the assistant begins to speak."""
@@ -160,12 +162,12 @@ class ChatTemplate:
             **self._always,
         )
 
-    def _renders(self, messages: Sequence[Message]) -> bool:
+    def _written(self, messages: Sequence[Message]) -> str | None:
+        """The text of a conversation that is tried; None where the template refuses it."""
         try:
-            self.text(messages, None)
+            return self.text(messages, None)
         except TEMPLATE_FAILURES:
-            return False
-        return True
+            return None
 
 
 class TemplateRenderer:
@@ -203,7 +205,7 @@ class TemplateRenderer:
         # With two calls in an answer the template would refuse the next turn.
         self._calls_alone = self._outcomes["parallel_tools"] == "refused" != self._outcomes["tool"]
         self.append_only = {name: outcome == "proven" for name, outcome in self._outcomes.items()}
-        self._form, self._form_is_known = self._find_form()
+        self._form, self._tools_problem = self._probed_calls()
         self.markup = self._markup()
         self._forcing: Forcing | None = None
         self._lead: str | None = None
@@ -221,8 +223,8 @@ class TemplateRenderer:
         """See `Renderer`."""
         if tools and not self._tools_looked_at:
             self._tools_looked_at = True
-            if problem := self._tools_problem():
-                _log.warning("the chat template of model %s %s", self._model, problem)
+            if self._tools_problem is not None:
+                _log.warning("the chat template of model %s %s", self._model, self._tools_problem)
         return self._prompt_ids(messages, tools)
 
     def _rendered(self, messages: Sequence[Message], tools: Tools) -> list[int]:
@@ -443,35 +445,29 @@ class TemplateRenderer:
             own, content = _THOUGHT.sub("", own), _THOUGHT.sub("", content)
         return "".join((opening + own).split()) == "".join(content.split())
 
-    def _tools_problem(self) -> str | None:
-        """What keeps tools from being used under this template, if anything does."""
-        try:
-            prompt = self._template.text([_QUESTION], [_PROBED_TOOL])
-            if _PLACEHOLDER not in prompt:
-                return "does not write tools: it never sees those that agents send"
-            text = self._template.text([_QUESTION, _PROBED_CALL], [_PROBED_TOOL], generation=False)
-        except TEMPLATE_FAILURES:
-            return None  # it refuses them, and says so
-        if text.count(_PLACEHOLDER) > prompt.count(_PLACEHOLDER) and not self._form_is_known:
-            return (
-                "writes tool calls in a form that is not read here: agents get them as text. Name its family's "
-                "renderer, if there is one: actor_rollout_ref.rollout.renderer=glm-4.5, ..."
-            )
-        return None
+    def _probed_calls(self) -> tuple[CallForm, str | None]:
+        """How the model writes tool calls, and what keeps tools from being used under this template, if anything does.
 
-    def _find_form(self) -> tuple[CallForm, bool]:
-        """How the model writes tool calls, and whether its template says so."""
-        bare = ""
-        try:
-            bare = OPENING.sub("", self._template.text([_QUESTION], [_PROBED_TOOL]))
+        What a template refuses is no problem here: it says so itself.
+        """
+        prompt = text = ""
+        with contextlib.suppress(*TEMPLATE_FAILURES):
+            prompt = self._template.text([_QUESTION], [_PROBED_TOOL])
             text = self._template.text([_QUESTION, _PROBED_CALL], [_PROBED_TOOL], generation=False)
-        except TEMPLATE_FAILURES:
-            return form_by_tokens(self._is_token, bare), False
+        bare = OPENING.sub("", prompt)
         own = text[len(bare) :] if text.startswith(bare) else text.rpartition(_QUESTION["content"])[2]
         if self._closer_is_special():
             own = own.partition(self._closer)[0]
         form = form_of(_THOUGHT.sub("", own), _PLACEHOLDER, _PROBED_ARGUMENTS, [_PROBED_TOOL])
-        return (form_by_tokens(self._is_token, bare), False) if form is None else (form, True)
+        problem = None
+        if prompt and _PLACEHOLDER not in prompt:
+            problem = "does not write tools: it never sees those that agents send"
+        elif form is None and text.count(_PLACEHOLDER) > prompt.count(_PLACEHOLDER):
+            problem = (
+                "writes tool calls in a form that is not read here: agents get them as text. Name its family's "
+                "renderer, if there is one: actor_rollout_ref.rollout.renderer=glm-4.5, ..."
+            )
+        return form or form_by_tokens(self._is_token, bare), problem
 
     def _is_token(self, mark: str) -> bool:
         return self.tokenizer.token_id(mark) is not None
