@@ -175,6 +175,14 @@ class Held:
         await asyncio.gather(self._task, return_exceptions=True)
 
 
+async def holding(router: Router, *homes: Engine | None) -> list[Held]:
+    """Calls that have begun, each at the engine that is named; None: at any."""
+    held = [Held(router, home) for home in homes]
+    for call in held:
+        await call.begin()
+    return held
+
+
 def away(router: Router) -> list[str | None]:
     return [told["away"] for told in router.engines().values()]
 
@@ -731,9 +739,7 @@ def test_a_dead_engine_does_not_hold_up_a_pause_while_another_is_well() -> None:
     async def work() -> None:
         one, other = Engine(), Engine()
         router = routing(one, other)
-        held = [Held(router, one), Held(router, other)]
-        for call in held:
-            await call.begin()
+        held = await holding(router, one, other)
         one.well = False
         await router.pause(None)
         assert (one.frozen, other.frozen) == (False, True)
@@ -752,9 +758,7 @@ def test_a_pause_that_is_over_before_it_has_drained_freezes_nothing() -> None:
     async def work() -> None:
         engine = Engine()
         router = routing(engine)
-        held = [Held(router), Held(router)]
-        for call in held:
-            await call.begin()
+        held = await holding(router, None, None)
         pausing = asyncio.create_task(router.pause(None, 20))
         while router._ended is None:
             await asyncio.sleep(0)
@@ -824,9 +828,7 @@ def test_a_pause_holds_that_comes_while_absent_engines_are_checked_before_they_g
     async def work() -> None:
         one, other = Engine(), Engine()
         router = routing(one, other)
-        held = [Held(router, one), Held(router, other)]
-        for call in held:
-            await call.begin()
+        held = await holding(router, one, other)
         await router.pause(None)
         router._engines["m"].replicas[0].absent = True
         one.checking = asyncio.Event()
