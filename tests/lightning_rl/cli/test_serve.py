@@ -295,7 +295,8 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, words: list[str], message: st
 def test_a_port_in_use_a_store_that_cannot_be_written_and_a_folder_in_use_are_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"port {port} of 127.0.0.1 is in use" in refusal(tmp_path, "--port", port)
+        for engine in ((), ("--model", TOKENIZER, "--engine", "embedded")):  # no word of a model that is loaded
+            assert f"port {port} of 127.0.0.1 is in use" in refusal(tmp_path, "--port", port, *engine)
     (tmp_path / "folder.db").mkdir()
     assert "the store" in refusal(tmp_path, "--port", "0", "--store", "sqlite:///folder.db")
     with serving(tmp_path, "--store", "sqlite:///two.db") as server:

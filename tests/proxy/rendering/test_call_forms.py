@@ -79,9 +79,11 @@ ALONE = {  # its template refuses what the answer says
     "llama_alone": (
         "{% if message.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}" + WRITTEN["llama"][0],
         WRITTEN["llama"][1],
-    )
+    ),
+    "no_results": WRITTEN["hermes"],
 }
 RESULTS = {
+    "no_results": "{{ raise_exception('no results') }}",
     "mistral_ids": "{{- message.tool_call_id + ' ' }}",
     "mistral": NINE.replace("ID", "message.tool_call_id") + "{{- message.tool_call_id + ' ' }}",
 }
@@ -250,6 +252,7 @@ def test_a_value_without_quotes_is_what_its_parameter_may_be(load: Callable[...,
         ("llama", '; {"name": "count", "parameters": {}}'),
         ("llama", '{"name": "count", "parameters": ' + '{"a":' * 2000),
         ("nemotron", "<TOOLCALL>[1]</TOOLCALL>"),
+        ("nemotron", '<TOOLCALL>[{"name": "count", "arguments": {}}] so</TOOLCALL>'),
     ],
 )
 def test_what_is_no_call_in_the_models_form_stays_text(
@@ -326,6 +329,8 @@ def test_many_closed_regions_without_a_call_are_read_a_few_times(
 def test_one_call_is_told_of_a_model_whose_template_refuses_two(load: Callable[..., TemplateRenderer]) -> None:
     answer = parsed(load("llama_alone"), ALONE["llama_alone"][1])
     assert called(answer) == EXPECTED[:1]
+    # One that refuses all results says nothing of two calls.
+    assert called(parsed(load("no_results"), ALONE["no_results"][1])) == EXPECTED
 
 
 def test_of_calls_that_stand_in_a_list_one_is_told_where_one_is_wanted(load: Callable[..., TemplateRenderer]) -> None:
