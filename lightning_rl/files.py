@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 
@@ -95,7 +95,8 @@ def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 @contextmanager
 def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """What is written in the block becomes the file in one step when it ends well; a link stays one.
+    """What is written in the block becomes the file in one step when it ends well; a link stays one, and who may
+    not read a file still may not.
 
     A pipe and a device are written to as it comes, and so is what this process prints to. Raises OSError naming the
     file.
@@ -115,6 +116,8 @@ def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
             named_in_errors(path),
             os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file,
         ):
+            with suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), path.stat().st_mode & mode)
             yield file
             file.flush()
             os.fsync(file.fileno())

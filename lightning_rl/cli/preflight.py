@@ -15,7 +15,7 @@ from lightning_rl import tutorial
 from lightning_rl.config import ConfigError
 from lightning_rl.config.policies import RunPolicy, engine_of_adapters, policies_of
 from lightning_rl.config.schema import Config
-from lightning_rl.inference.load import device_of, folder_here, is_model_id, sees
+from lightning_rl.inference.load import device_of, folder_here, sees
 from lightning_rl.memory.choices import with_keys
 from lightning_rl.memory.gpus import GIB, Hardware, card
 from lightning_rl.memory.plan import budgets, hardware_of, plans
@@ -25,7 +25,6 @@ from lightning_rl.ppo.local_workers import FORMATS, register_model_code
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _VERSION = "import importlib.metadata as m; print(m.version('vllm'))"
 _ASK_SECONDS = 60
-_GB = 1e9
 
 
 def model_folder_here(config: Config) -> Path | None:
@@ -36,8 +35,8 @@ def model_folder_here(config: Config) -> Path | None:
     path = config.actor_rollout_ref.model.path
     folder = tutorial.checkpoint() if path is None else folder_here(path)
     if folder is None:
-        if path is None or not is_model_id(path):
-            raise ConfigError(f"actor_rollout_ref.model.path={path!r} is neither a folder nor a model id (owner/name)")
+        if path is not None:
+            resolved_config.check_model_path(path, "actor_rollout_ref.model.path")
         return None
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     missing += [] if any(next(folder.glob(name), None) for name in _WEIGHTS) else ["*.safetensors"]
@@ -97,7 +96,7 @@ def memory(config: Config, stated: str | None = None) -> str:
     by_policy = budgets(config, Hardware(card(available / GIB)), on_gpu=False)
     fullest = max((each.fullest for each in by_policy.values()), key=lambda phase: phase.total)
     needed = (fullest.total + _teachers_bytes(config)) * config.trainer.workers
-    text = f"{needed / _GB:.1f} GB at most ({fullest.name}); {available / _GB:.1f} GB are free"
+    text = f"{needed / GIB:.1f} GiB at most ({fullest.name}); {available / GIB:.1f} GiB are free"
     if needed <= available:
         return text
     return f"{text}: IT DOES NOT FIT; set actor_rollout_ref.model.lora_rank, or take a smaller model"

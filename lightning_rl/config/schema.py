@@ -743,9 +743,13 @@ class FilterGroups(Section, frozen=True):
     enable: Annotated[
         bool, effect("train only groups whose rollouts differ in reward; roll out more tasks until there are enough")
     ] = False
-    metric: Annotated[str, effect("the reward that has to differ, by name; reward: what a rollout counts with")] = (
-        "reward"
-    )
+    metric: Annotated[
+        str,
+        effect(
+            "the reward that has to differ, by name; reward: what a rollout counts with; acc: the same, where no reward "
+            "is named so"
+        ),
+    ] = "reward"
     max_num_gen_batches: Annotated[
         Positive, effect("batches of tasks rolled out for one step, at most; then it trains what there is")
     ] = 10

@@ -23,6 +23,7 @@ _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _VLLM = f"{_ROLLOUT}engine_kwargs.vllm."
 _REWARD = "reward.custom_reward_function."
+_REWARD_KWARGS = "custom_reward_function.reward_kwargs."
 _BUFFER = "reward.overlong_buffer."
 
 
@@ -256,7 +257,7 @@ RULES: list[Rule] = [
     ),
     _off(
         "*.ppo_micro_batch_size *.log_prob_micro_batch_size *.forward_micro_batch_size",
-        "verl's old name: put `_per_gpu` behind it",
+        "verl's old name, of all GPUs together: put `_per_gpu` behind it, and divide by their number",
     ),
     _same("*.log_prob_use_dynamic_bsz *.log_prob_max_token_len_per_gpu critic.forward_*", _BY_THE_UPDATE),
     _same(
@@ -360,6 +361,13 @@ RULES: list[Rule] = [
     # Critic.
     # Rewards.
     *_moved("custom_reward_function.", _REWARD, "path name reward_kwargs"),
+    Rule(
+        (f"{_REWARD_KWARGS}*",),
+        f"`{_REWARD}reward_kwargs.*`",
+        convert=lambda value, beside: {
+            f"reward.{key}": given for key, given in beside.items() if key.startswith(_REWARD_KWARGS) and given == value
+        },
+    ),
     _same("reward*.num_workers", "functions run in the trainer's process when a group has ended"),
     _only("reward*.reward_manager.source", ("register",), "by name", f"a function of yours: {_REWARD}path"),
     _only(
@@ -409,7 +417,7 @@ RULES: list[Rule] = [
     # Advantages.
     Rule(
         ("algorithm.filter_groups.metric",),
-        "the same key; score, seq_reward and seq_final_reward: reward",
+        "the same key; score, seq_reward and seq_final_reward: reward, before penalties",
         convert=lambda value, _: {"algorithm.filter_groups.metric": "reward" if value in _FINAL else value},
     ),
     Rule(

@@ -29,7 +29,7 @@ class ModelUnfit(Explained, ValueError):
 
 def at_first(max_rows: int, max_length: int) -> tuple[int, int]:
     """Rows and columns that a cache takes memory for at first."""
-    return min(max_rows, 32), min(max_length, 128) + 1
+    return min(max_rows, 4), min(max_length, 128) + 1
 
 
 def grown(

@@ -19,7 +19,7 @@ from lightning_rl.inference.cache import at_first, grown
 from lightning_rl.inference.engine import DEFAULT_MAX_MODEL_LEN
 from lightning_rl.inference.weights.stream import BUCKET_BYTES
 from lightning_rl.memory.engine import VllmMemory, cache_bytes, sampled_dtype, vllm_engine
-from lightning_rl.memory.gpus import CONTEXT, FRAGMENTATION, Hardware
+from lightning_rl.memory.gpus import CONTEXT, FRAGMENTATION, GIB, Hardware
 from lightning_rl.memory.traced_step import Held, TracedStep, model_config
 from lightning_rl.ppo.local_workers import FORMATS, Role
 from lightning_rl.ppo.ray_workers import groups
@@ -76,14 +76,14 @@ def budget(
     length = config.data.max_tokens
     at_once = 0 if engine is None else engine.tokens // length
     problems = [
-        f"{phase.name}: {phase.total / 1e9:.1f} GB of {hardware.gpu.memory / 1e9:.1f} GB"
+        f"{phase.name}: {phase.total / GIB:.1f} GiB of {hardware.gpu.memory / GIB:.1f} GiB"
         for phase in phases
         if phase.total > hardware.gpu.memory
     ]
     if engine is not None and at_once < 1:
         problems.append(
-            f"vLLM's share ({engine.share / 1e9:.1f} GB) has no room for its weights ({engine.weights / 1e9:.1f} GB) "
-            f"and a row of {length} tokens"
+            f"vLLM's share ({engine.share / GIB:.1f} GiB) has no room for its weights "
+            f"({engine.weights / GIB:.1f} GiB) and a row of {length} tokens"
         )
     problems += [] if refused is None else [refused]
     return Budget(hardware, phases, engine, at_once, problems, placed, refused)

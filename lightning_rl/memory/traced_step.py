@@ -321,11 +321,13 @@ class _TracedForward(Forward):
 
 
 def model_config(path: str | Path, key: str = "a teacher's model_path") -> Any:
-    """The config of a model: of a folder, or of a hub's id whose config.json is here. Raises ConfigError."""
+    """The config of a model: of a folder, or of an id of the hub. Raises ConfigError."""
+    resolved_config.check_model_path(str(path), key)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{key}={str(path)!r}: its config.json cannot be read: {error}") from error
+        elsewhere = "" if Path(path).is_dir() else " (there is no folder of that name here, so the hub was asked)"
+        raise ConfigError(f"{key}={str(path)!r}: its config.json cannot be read{elsewhere}: {error}") from error
 
 
 def _made(config: Config, model: Any, dtype: torch.dtype) -> Any:

@@ -36,7 +36,7 @@ from lightning_rl.store.contract import SEED_KEY, Mode, Rollout, RolloutConfig, 
 from lightning_rl.store.errors import NotFound
 from lightning_rl.store.run_store import RunStore
 from lightning_rl.trajectories.reader import reader
-from lightning_rl.trajectories.trajectory import Trajectory, informative
+from lightning_rl.trajectories.trajectory import ACCURACY, Trajectory, informative
 
 Tasks = Sequence[tuple[int, Any]]  # (index in the dataset, task)
 
@@ -212,7 +212,7 @@ class Collector:
         for trajectory in trajectories:
             self.ledger.hold(trajectory)
         if (rule := self._config.algorithm.filter_groups).enable:
-            self._reporter.warnings.report_missing_reward(_METRIC, rule.metric, trajectories)
+            self._warn_of_metric(rule, trajectories)
         return trajectories
 
     def cancel(self, rollout_ids: Sequence[str]) -> None:
@@ -282,12 +282,16 @@ class Collector:
             for number in range(rule.max_num_gen_batches)
         )
         rolled_out, trained, reasons = with_variance(batches, self._config.data.train_batch_size, rule.metric)
-        self._reporter.warnings.report_missing_reward(_METRIC, rule.metric, rolled_out)
+        self._warn_of_metric(rule, rolled_out)
         left_out = {t.rollout_id: reasons[t.group_id] for t in rolled_out if t.group_id in reasons}
         for trajectory in rolled_out:
             if trajectory.rollout_id in left_out:
                 self.ledger.exclude(trajectory, left_out[trajectory.rollout_id])
         return Collected(rolled_out, trained, left_out)
+
+    def _warn_of_metric(self, rule: FilterGroups, trajectories: Sequence[Trajectory]) -> None:
+        if rule.metric != ACCURACY:
+            self._reporter.warnings.report_missing_reward(_METRIC, rule.metric, trajectories)
 
     def _of_those_in_flight(self, in_flight: InFlight, steps_left: int) -> Collected:
         """Off-policy: the groups whose turn it is."""

@@ -186,8 +186,14 @@ def check_paths(config: Config, *, with_critic: bool) -> None:
     if with_critic:
         named["critic.model.path"] = config.critic.model.path
     for key, path in named.items():
-        if path is not None and not Path(path).is_dir() and not is_model_id(path):
-            raise ConfigError(f"{key}={path!r} is neither a folder nor a model id (owner/name)")
+        if path is not None:
+            check_model_path(path, key)
+
+
+def check_model_path(path: str, key: str) -> None:
+    """Raises ConfigError naming `key` for what is neither a folder here nor an id of the hub."""
+    if not Path(path).is_dir() and not is_model_id(path):
+        raise ConfigError(f"{key}={path!r} is neither a folder nor a model id (owner/name)")
 
 
 def _check_teachers(config: Config) -> None:

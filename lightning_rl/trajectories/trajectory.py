@@ -26,6 +26,7 @@ from lightning_rl_adapters.forest import Forest
 from lightning_rl_adapters.media import media_of
 from lightning_rl_adapters.rows import Row
 
+ACCURACY = "acc"  # verl's name of what a reward function gives as a number
 _PRINTED = 400  # characters at the end of what a rollout without a call printed
 
 
@@ -275,10 +276,12 @@ def _cut(records: _Records, judged: _Judgement, max_tokens: int | None, *, whole
 
 def informative(trajectories: Sequence[Trajectory], metric: str) -> list[list[Trajectory]]:
     """The groups whose rollouts differ in a reward, in their order: the one that they count with (`reward`), or one by
-    name. Rollouts that take no part stay with their group."""
+    name; `acc` is the first one where none is named so. Rollouts that take no part stay with their group."""
     groups: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, []).append(trajectory)
+    if metric == ACCURACY and not any(ACCURACY in trajectory.rewards.named for trajectory in trajectories):
+        metric = "reward"
     return [group for group in groups.values() if len({_metric(t, metric) for t in group if t.reward is not None}) > 1]
 
 

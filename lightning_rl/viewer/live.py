@@ -74,8 +74,10 @@ def open_rollouts(index: Index) -> dict[str, Any]:
         return {"counts": counted, "open": [dict(row) for row in connection.execute(query, (_OPEN,))]}
 
 
-def waiting(server: dict[str, Any] | None, counts: dict[str, int], state: str) -> list[dict[str, str]]:
-    """Who waits, and for what, in words; the nearest cause first."""
+def waiting(
+    server: dict[str, Any] | None, counts: dict[str, int], state: str, *, trains: bool = True
+) -> list[dict[str, str]]:
+    """Who waits, and for what, in words; the nearest cause first. Nobody `trains` where a server runs alone."""
     if state != "running":
         return []
     causes: list[dict[str, str]] = []
@@ -102,14 +104,16 @@ def waiting(server: dict[str, Any] | None, counts: dict[str, int], state: str) -
     running, queued = counts.get("running", 0), counts.get("queued", 0)
     if running:
         causes.append(
-            {"who": "the trainer", "what": f"{running} rollouts that run" + f", {queued} queued" * bool(queued)}
+            {
+                "who": "the trainer" if trains else "whoever queued them",
+                "what": f"{running} rollouts that run" + f", {queued} queued" * bool(queued),
+            }
         )
     elif queued:
         causes.append({"who": f"{queued} rollouts", "what": "a runner that takes them"})
     elif server_state.get("claims_waiting"):
-        causes.append(
-            {"who": f"{server_state['claims_waiting']} runners", "what": "the trainer: it computes an update, or saves"}
-        )
+        cause = "the trainer: it computes an update, or saves" if trains else "rollouts: none is queued"
+        causes.append({"who": f"{server_state['claims_waiting']} runners", "what": cause})
     if server_state.get("records_waiting"):
         causes.append(
             {"who": f"{server_state['records_waiting']} records", "what": "the store, on their way from the journal"}

@@ -190,6 +190,7 @@ class ViewedRun:
         last = rows[-1] if rows else None
         return {
             "state": state,
+            "checkpoint": self._checkpoint() if state == "stopped" else None,
             "step": None if last is None else int(last["step"]),
             "steps": config.get("trainer.total_training_steps"),
             "last": last,
@@ -197,7 +198,7 @@ class ViewedRun:
             "evaluations": [] if self.run_dir is None else run_folder.evaluations(self.run_dir),
             "server": server,
             "rollouts": rollouts,
-            "waiting": live.waiting(server, rollouts["counts"], state),
+            "waiting": live.waiting(server, rollouts["counts"], state, trains=bool(config or self._stores)),
             "doctor": self._doctor.findings(),
         }
 
@@ -243,6 +244,9 @@ class ViewedRun:
     def settings(self) -> dict[str, Any]:
         """The run's keys, flat, without secrets."""
         return {} if self.run_dir is None else run_folder.config(self.run_dir)
+
+    def _checkpoint(self) -> str | None:
+        return None if self.run_dir is None else run_folder.newest_checkpoint(self.run_dir)
 
     def _rows(self) -> list[dict[str, float]]:
         return [] if self.run_dir is None else run_folder.metrics(self.run_dir)

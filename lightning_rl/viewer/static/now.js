@@ -52,7 +52,8 @@ export function accountBar(account) {
 }
 
 function waitingList(now) {
-  if (now.state !== "running") return h("p", { class: "note" }, now.state === "finished" ? "The run is finished: nothing is waited for." : "The run has stopped before its end: nobody works on it. It goes on with lightning-rl train --resume.");
+  if (now.state === "finished") return h("p", { class: "note" }, "The run is finished: nothing is waited for.");
+  if (now.state !== "running") return h("p", { class: "note" }, "The run has stopped before its end: nobody works on it. ", now.checkpoint ? `lightning-rl train --resume goes on behind its checkpoint ${now.checkpoint}.` : "It has no checkpoint: lightning-rl train --resume begins it again.");
   if (!now.waiting.length) return h("p", { class: "note" }, "Nobody waits.");
   return h("ul", { class: "plain" }, now.waiting.map((each) => h("li", {}, h("b", {}, plainText(each.who)), " waits for ", plainText(each.what))));
 }

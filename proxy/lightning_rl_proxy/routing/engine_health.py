@@ -87,21 +87,29 @@ class EngineHealth:
             replica.absent = replica.trouble is not None
 
     async def freeze(self, pool: Engines, resumed: asyncio.Event) -> None:
-        """Freeze what is in flight, unless that is over. An engine that does not answer is away, while another is well.
+        """Freeze what is in flight, unless that is over; all engines are told together. One that does not answer is
+        away, while another is well.
 
         Raises EngineUnavailable or EngineRefused where an engine cannot be frozen.
         """
-        for replica in list(pool.replicas):
-            if replica.in_flight and not replica.frozen and not resumed.is_set():
-                replica.frozen = True
-                try:
-                    async with asyncio.timeout(_ORDER_SECONDS):
-                        await replica.engine.pause()
-                except (EngineUnavailable, TimeoutError) as error:
-                    why = str(error) or f"engine {replica.name} does not answer in {_ORDER_SECONDS:g} s"
-                    self.lost(pool, replica, why)
-                    if not pool.well():
-                        raise EngineUnavailable(why) from error
+        if not resumed.is_set():
+            told = [replica for replica in pool.replicas if replica.in_flight and not replica.frozen]
+            failed = await asyncio.gather(*(self._freeze(pool, replica) for replica in told), return_exceptions=True)
+            for error in failed:
+                if isinstance(error, EngineUnavailable) and pool.well():
+                    continue
+                if error is not None:
+                    raise error
+
+    async def _freeze(self, pool: Engines, replica: EngineReplica) -> None:
+        replica.frozen = True
+        try:
+            async with asyncio.timeout(_ORDER_SECONDS):
+                await replica.engine.pause()
+        except (EngineUnavailable, TimeoutError) as error:
+            why = str(error) or f"engine {replica.name} does not answer in {_ORDER_SECONDS:g} s"
+            self.lost(pool, replica, why)
+            raise EngineUnavailable(why) from error
 
     async def go_on(self, pool: Engines, version: int | None, *, paused: bool, outdated: Collection[str] = ()) -> None:
         """Let the frozen engines go on; with a `version`, as those that have its weights, each that was not absent, or

@@ -154,7 +154,7 @@ def test_the_plan_looks_at_the_model_the_interpreter_and_memory(place: Path) -> 
     assert (plan["rollouts_per_step"], printed["config"]["data"]["train_batch_size"]) == (4, 2)
     assert plan["learning_rate"] == 3e-4
     assert 500_000 < plan["parameters"] < 2_000_000
-    assert re.fullmatch(r"\d\.\d GB at most \(.*\); \d+\.\d GB are free", plan["memory"])
+    assert re.fullmatch(r"\d\.\d GiB at most \(.*\); \d+\.\d GiB are free", plan["memory"])
     on_a_gpu = json.loads(lightning_rl(place, "train", *words, "--json", "--gpus", "24").stdout)["plan"]
     assert re.fullmatch(r"\d\.\d GiB at most \(.*\), on 24 GiB", on_a_gpu["memory"])
     shutil.copytree(tutorial.checkpoint(), place / "lacks")

@@ -205,6 +205,11 @@ def test_the_commands_of_an_older_verl_compose_and_plan(place: dict[str, str]) -
         ),
         ("actor_rollout_ref.rollout.agent.num_workers=8", "actor_rollout_ref.rollout.agent.max_concurrent_rollouts", 8),
         ("custom_reward_function.name=score", "reward.custom_reward_function.name", "score"),
+        (
+            "+custom_reward_function.reward_kwargs.bonus=0.5",
+            "reward.custom_reward_function.reward_kwargs",
+            {"bonus": 0.5},
+        ),
         ("+reward_model.reward_kwargs.overlong_buffer_cfg.len=7", "reward.overlong_buffer.len", 7),
         ("reward_model.overlong_buffer.len=7", "reward.overlong_buffer.len", 7),  # as recipe/dapo has it
         ("algorithm.filter_groups.metric=seq_reward", "algorithm.filter_groups.metric", "reward"),

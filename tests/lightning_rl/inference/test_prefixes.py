@@ -2,6 +2,7 @@
 where a sequence took the row of the one that it goes on from."""
 
 import numpy as np
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -81,3 +82,12 @@ def test_the_turns_of_a_conversation_take_one_row() -> None:
 def _shared(text: np.ndarray, prompt: np.ndarray) -> int:
     most = min(len(text), len(prompt) - 1)
     return next((n for n in range(most) if text[n] != prompt[n]), most)
+
+
+def test_a_cache_takes_memory_for_the_rows_that_are_written() -> None:
+    cache, tokens = SlotCache(1, 256, 4096), 3000
+    cache.place(0, np.arange(tokens)[None].repeat(4, axis=0))
+    cache.allocate(2, 8, torch.zeros(1))
+    assert cache._memory is not None
+    needed = 4 * tokens * 2 * 2 * 8
+    assert needed < cache._memory.numel() <= 1.5 * needed

@@ -290,6 +290,9 @@ def test_a_link_stays_one_and_a_pipe_takes_what_comes(
     export(run_dir, "rollouts", "jsonl", link)
     assert link.is_symlink()
     assert len(read(tmp_path / "linked.jsonl")) == 4
+    (tmp_path / "linked.jsonl").chmod(0o600)
+    export(run_dir, "rollouts", "jsonl", link)
+    assert (tmp_path / "linked.jsonl").stat().st_mode & 0o777 == 0o600, "nobody else reads it now either"
     pipe, to_pipe = tmp_path / "pipe.jsonl", tmp_path / "to_pipe.jsonl"
     os.mkfifo(pipe)
     to_pipe.symlink_to(pipe)

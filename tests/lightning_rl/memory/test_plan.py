@@ -101,7 +101,7 @@ def test_a_run_that_cannot_fit_is_refused_with_the_phase_and_a_way(tmp_path: Pat
     ONE_LAYER.save_pretrained(tmp_path)  # config.json alone
     config = configured(f"{MODEL}path={tmp_path}")
     refuse_what_cannot_fit(config, stated("24"))
-    with pytest.raises(DoesNotFit, match=r"not fit on 1 GiB: .*update of the policy: .* of 1\.1 GB.*lightning-rl plan"):
+    with pytest.raises(DoesNotFit, match=r"not fit on 1 GiB: .*update of the policy: .* of 1\.0 GiB.*-rl plan"):
         refuse_what_cannot_fit(config, stated("1"))
     refuse_what_cannot_fit(configured(f"{MODEL}path={tmp_path}", "trainer.memory_check=false"), stated("1"))
     refuse_what_cannot_fit(config)  # on a CPU nothing is refused

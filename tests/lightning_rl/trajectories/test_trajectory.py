@@ -148,6 +148,11 @@ def test_a_group_says_something_where_its_rollouts_differ_in_the_reward_that_is_
     lost = [rollout("c", 1.0, 1.0), rollout("c", None, 0.0)]  # takes no part, so it makes no difference
     assert [[t.group_id for t in group] for group in informative([*found, *lost], "reward")] == [["b", "b"]]
     assert [[t.group_id for t in group] for group in informative([*found, *lost], "correct")] == [["a", "a"]]
+    accuracy = informative([*found, *lost], "acc")  # verl's name of what a reward function gives as a number
+    assert [[t.group_id for t in group] for group in accuracy] == [["b", "b"]]
+    named = msgspec.structs.replace(found[0].rewards, named={"acc": 1.0})
+    found[0] = msgspec.structs.replace(found[0], rewards=named)
+    assert [t.group_id for group in informative(found, "acc") for t in group] == ["a", "a"]
 
 
 def test_tokens_of_agents_own_spans_are_received_of_every_attempt_and_trained_of_the_one_that_counts() -> None:

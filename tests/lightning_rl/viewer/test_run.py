@@ -154,6 +154,16 @@ def test_the_summary_has_state_steps_and_the_best_value(run: ViewedRun) -> None:
     assert run.answer("summary", {})["state"] == "finished"
 
 
+def test_a_run_that_stopped_names_the_checkpoint_that_it_would_go_on_from(run: ViewedRun) -> None:
+    assert run.answer("now", {})["checkpoint"] is None
+    assert run.run_dir is not None
+    for name in ("step-2", "step-10", "step-12"):
+        (run.run_dir / "checkpoints" / name).mkdir(parents=True)
+    (run.run_dir / "checkpoints" / "step-2" / "manifest.json").touch()
+    (run.run_dir / "checkpoints" / "step-10" / "manifest.json").touch()
+    assert run.answer("now", {})["checkpoint"] == "step-10"
+
+
 def test_a_run_that_is_held_is_running_and_looking_never_takes_its_lock(run: ViewedRun) -> None:
     assert run.run_dir is not None
     with owned(run.run_dir):
@@ -325,6 +335,10 @@ def test_what_is_waited_for_is_said() -> None:
     ]  # fmt: skip
     assert waiting(None, {"queued": 2}, "running")[0]["who"] == "2 rollouts"
     assert waiting(paused, {}, "finished") == []
+    idle = {"claims_waiting": 2}
+    assert waiting(idle, {}, "running")[0]["what"].startswith("the trainer:")
+    assert waiting(idle, {}, "running", trains=False) == [{"who": "2 runners", "what": "rollouts: none is queued"}]
+    assert waiting(idle, {"running": 1}, "running", trains=False)[0]["who"] == "whoever queued them"
 
 
 def test_answers_are_json_that_every_browser_reads() -> None:

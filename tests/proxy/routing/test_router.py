@@ -754,6 +754,26 @@ def test_a_dead_engine_does_not_hold_up_a_pause_while_another_is_well() -> None:
     run(work)
 
 
+def test_all_engines_are_told_to_freeze_at_once() -> None:
+    async def work() -> None:
+        one, other = Engine(), Engine()
+        router = routing(one, other)
+        held = await holding(router, one, other)
+        one.pausing = asyncio.Event()  # the first hangs, and holds up the other no more than itself
+        pausing = asyncio.create_task(router.pause(None))
+        while not other.frozen:
+            await asyncio.sleep(0)
+        assert not one.frozen
+        one.pausing.set()
+        await pausing
+        assert one.frozen
+        await router.resume(None, None)
+        for call in held:
+            await call.end()
+
+    run(work)
+
+
 def test_a_pause_that_is_over_before_it_has_drained_freezes_nothing() -> None:
     async def work() -> None:
         engine = Engine()
