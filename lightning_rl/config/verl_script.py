@@ -2,7 +2,8 @@
 
 The script is read by bash itself, since its arrays, conditions and arithmetic are bash's. Invariant: nothing of it is
 carried out. Bash runs restricted, without a search path, so that every command of the script is a name that is not
-found; that of `python -m verl...` is noted, the others are skipped. What the script writes to files is taken out first.
+found; that of `python -m verl...` or `recipe...` is noted, the others are skipped. What the script writes to files is
+taken out first.
 """
 
 import os
@@ -16,8 +17,8 @@ from typing import NamedTuple
 
 from lightning_rl.errors import Explained
 
-_TRAINERS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync")
-_CONFIGS = ("ppo_trainer", "ppo_trainer.yaml")
+_TRAINERS = ("verl.trainer.main_ppo", "verl.trainer.main_ppo_sync", "recipe.dapo.main_dapo")
+_CONFIGS = ("ppo_trainer", "ppo_trainer.yaml", "dapo_trainer", "dapo_trainer.yaml")  # DAPO's changes no default
 _SECONDS = 30
 # Comments and quoted texts are kept as they are; of what stands outside of them, redirections to files are taken out.
 _REDIRECTION = re.compile(
@@ -32,7 +33,7 @@ _OWN_NAME = re.compile(r"\$\{?BASH_SOURCE(\[0\])?\}?")
 _PREAMBLE = r"""
 command_not_found_handle() {
   case " $*" in
-    *" -m verl."*) printf '%s\0' "$@" $'\1' >&"$NOTED"; return 0;;
+    *" -m verl."*|*" -m recipe."*) printf '%s\0' "$@" $'\1' >&"$NOTED"; return 0;;
     *" -c "*) return 1;;
   esac
   return 0
@@ -72,7 +73,7 @@ def command_of(script: Path, environment: Mapping[str, str] = os.environ) -> Ver
     """
     words = _one(_commands(script.read_text(encoding="utf-8"), script, environment), script)
     if "-m" not in words:  # the command stands in one word, as `bash -c` and `ssh` take it
-        inner = next(word for word in words if " -m verl." in word)
+        inner = next(word for word in words if " -m verl." in word or " -m recipe." in word)
         words = _one(_commands(inner, script, environment), script)
     module = words[words.index("-m") + 1]
     if module not in _TRAINERS:

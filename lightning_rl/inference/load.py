@@ -82,6 +82,9 @@ def located(path: str | Path | None) -> tuple[Path, str]:
     return folder, folder.name if path is None or Path(path).is_dir() else str(path)
 
 
+_DROPOUTS = ("pdrop", "dropout")
+
+
 class ModelConfigRefused(Explained, ValueError):
     """Values that a model's config.json cannot have."""
 
@@ -89,10 +92,11 @@ class ModelConfigRefused(Explained, ValueError):
 def with_config(folder: Path, changes: Mapping[str, Any], into: Path) -> Path:
     """The model in `folder` with other values in its config.json: the folder `into`, whose other files are links.
 
-    Values of a nested section replace those of their names there. Raises ModelConfigRefused for what the model's class
-    does not take.
+    Values of a nested section replace those of their names there. A dropout of 0 that the model has not is left out:
+    scripts give every kind's name. Raises ModelConfigRefused for what the model's class does not take.
     """
     known_names = AutoConfig.from_pretrained(folder).to_dict().keys() | _OLD_NAMES
+    changes = {k: v for k, v in changes.items() if k in known_names or v != 0 or not k.endswith(_DROPOUTS)}
     if unknown := sorted(changes.keys() - known_names):
         raise ModelConfigRefused(f"the config of the model in {folder} has no {', '.join(unknown)}")
     into.mkdir(parents=True, exist_ok=True)

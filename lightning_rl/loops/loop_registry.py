@@ -4,7 +4,7 @@ Invariant: a loop that cannot be made, and a name that there is not, is an error
 """
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,18 @@ class NamedLoops(msgspec.Struct, frozen=True, kw_only=True):
     def check(self, tasks: Sequence[Any]) -> None:
         """Raises LoopTaskError for a task that asks for a loop that there is not."""
         check_names(tasks, sorted(makers(self.path)), self.default)
+
+    def unused_tools(self, tasks: Iterable[Any]) -> str | None:
+        """What to say of tools that are configured where every task's loop is the one of a single answer."""
+        turns = self.multi_turn
+        idle = [key for key in ("tool_config_path", "function_tool_path") if getattr(turns, key) is not None]
+        if not idle or any(name_of(task, self.default) != SingleTurnAgent.name for task in tasks):
+            return None
+        keys = " and ".join(f"actor_rollout_ref.rollout.multi_turn.{key}" for key in idle)
+        return (
+            f"{keys}: no task has these tools, every one is run by {SingleTurnAgent.name}, which asks once and offers "
+            f"none; set {_AGENT}.default_agent_loop={ToolAgent.name}"
+        )
 
     def rewards_any(self, tasks: Sequence[Any]) -> bool:
         """Whether any of the tasks runs a loop that may give a reward: one of one's own, or that of tools, where there

@@ -4,6 +4,7 @@ Invariant: the same tasks, config and seed give the same datasets, so that a run
 """
 
 import logging
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,8 @@ def datasets(config: Config, train: Dataset | None, val: Dataset | None, tune: D
     if (loops := loops_of(config)) is not None:
         for dataset in (tasks, held_out, tuning):
             loops.check(dataset)
+        if (unused := loops.unused_tools(chain(tasks, held_out, tuning))) is not None:
+            _log.warning("%s", unused)
     if trainer.val_only and not held_out:
         raise ConfigError("trainer.val_only needs validation tasks: a val_dataset, or data.val_files")
     if trainer.early_stopping.patience is not None and not tuning:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import embedding
 
 CHUNK = 2**22  # numbers of one chunk: 16 MB of float32
 
@@ -42,11 +43,20 @@ def token_log_probs(
     """
     at_once = max(1, chunk // max(logits.shape[-1], 1))
     if 2 * len(rows) < len(logits):  # few rows are trained: keep a copy of them for the backward pass, and not the rest
-        logits, rows = logits[rows], torch.arange(len(rows), device=rows.device)
+        logits, rows = rows_at(logits, rows), torch.arange(len(rows), device=rows.device)
     log_probs, entropies, of_candidates = _Chunked.apply(  # type: ignore[no-untyped-call]
         logits, rows, targets, temperature, candidates, with_entropy, at_once
     )
     return log_probs, entropies if with_entropy else None, None if candidates is None else of_candidates
+
+
+def rows_at(values: Tensor, places: Tensor) -> Tensor:
+    """The rows [K, D] of `values` [N, D] at `places`, int64 [K], of which several may be one.
+
+    `values[places]` gives the same, but where a row is taken several times its gradients are added up in any order on a
+    CPU of several threads, so two runs would differ in the last bits.
+    """
+    return embedding(places, values)
 
 
 _SKIPPED: ContextVar[bool] = ContextVar("repeats are skipped", default=False)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_rl.rl.logits import token_log_probs, top_log_probs
+from lightning_rl.rl.logits import rows_at, token_log_probs, top_log_probs
 from lightning_rl.training.batch import TrainingSequence, micro_batches
 from lightning_rl.training.layers import flex
 from lightning_rl.training.layers.attention import TreeMask, pairs, seen_pairs
@@ -198,7 +198,7 @@ class Forward:
         of_tokens = self._of_tokens(layout, with_entropy=True, candidates=candidates, hidden_states=states)
         log_probs, entropies, of_candidates = of_tokens
         assert entropies is not None
-        hidden = None if states is None else states[0][self._tensor(layout.which)]
+        hidden = None if states is None else rows_at(states[0], self._tensor(layout.which))
         return Outputs(log_probs, entropies, of_candidates, hidden)
 
     def top_log_probs(
@@ -240,7 +240,7 @@ class Forward:
             at = inputs.flatten(0, 1)[self._tensor(layout.at)]
             if hidden_states is not None:
                 hidden_states.append(at)
-            return at[self._tensor(layout.which)]
+            return rows_at(at, self._tensor(layout.which))
 
         return Around(lambda: self._run(layout).logits, states)
 
@@ -333,7 +333,7 @@ class Forward:
             states = self._run(layout, inputs, output_hidden_states=True).hidden_states[-1]
         else:
             states = self._run(layout, inputs).last_hidden_state
-        return states.flatten(0, 1)[self._tensor(layout.at[layout.which])]
+        return rows_at(states.flatten(0, 1), self._tensor(layout.at[layout.which]))
 
     def _before_head(self, layout: Layout, inputs: dict[str, Any] | None) -> Tensor:
         """What the head is given [B, T, D]; it computes one place, since its own result is not needed."""

@@ -73,6 +73,11 @@ def test_a_configuration_beside_the_script_is_found(tmp_path: Path) -> None:
     assert found == VerlCommand(["data.seed=1"], tmp_path / "config" / "grpo.yaml")
 
 
+def test_the_trainer_of_dapos_recipe_is_read_as_verls(tmp_path: Path) -> None:
+    text = "ray job submit -- python3 -m recipe.dapo.main_dapo --config-name dapo_trainer data.seed=1\n"
+    assert command(tmp_path, text) == VerlCommand(["data.seed=1"], None)
+
+
 def test_verls_own_configuration_is_no_file_and_a_blank_word_no_override(tmp_path: Path) -> None:
     text = "python -m verl.trainer.main_ppo --config-path=config --config-name='ppo_trainer.yaml' data.seed=1 ' '\n"
     assert command(tmp_path, text) == VerlCommand(["data.seed=1"], None)

@@ -87,6 +87,19 @@ def test_an_unknown_loop_is_refused_before_anything_is_sampled(own: str) -> None
         lrl.PPO(config(default_agent_loop="tool_agnet"))
 
 
+def test_tools_that_no_task_is_offered_are_told_of() -> None:
+    turns = {"tool_config_path": "tools.yaml"}
+    once, tools = ({"prompt": "hi", "agent_name": name} for name in ("single_turn_agent", "tool_agent"))
+    found = loops_of(config(turns, default_agent_loop="single_turn_agent"))
+    assert found is not None
+    assert "multi_turn.tool_config_path: no task has these tools" in str(found.unused_tools([{"prompt": "hi"}, once]))
+    assert found.unused_tools([once, tools]) is None
+    with_tools = loops_of(config(turns, default_agent_loop="tool_agent"))
+    assert with_tools is not None
+    assert with_tools.unused_tools([once, {"prompt": "hi"}]) is None
+    assert "no task" in str(with_tools.unused_tools([once]))
+
+
 def test_in_a_rollout_too_a_name_that_there_is_not_is_an_error(run: Run) -> None:
     with pytest.raises(LoopTaskError, match="the task of rollout r1 has agent_name 'other'"):
         run(agent(config(default_agent_loop="tool_agent")), {"prompt": "hi", "agent_name": "other"})

@@ -404,7 +404,7 @@ def test_a_state_of_other_models_is_refused() -> None:
 
 
 def test_the_config_of_a_model_has_what_overrides_it(tmp_path: Path) -> None:
-    changes = {"max_position_embeddings": 600, "rope_parameters": {"rope_theta": 5000.0}}
+    changes = {"max_position_embeddings": 600, "rope_parameters": {"rope_theta": 5000.0}, "embd_pdrop": 0.0}
     config = compose(
         {
             "actor_rollout_ref": {
@@ -428,11 +428,17 @@ def test_the_config_of_a_model_has_what_overrides_it(tmp_path: Path) -> None:
         exported,
     ):
         assert (found.max_position_embeddings, found.rope_parameters["rope_theta"]) == (600, 5000.0)
+        assert not hasattr(found, "embd_pdrop"), "a dropout of 0 that the model has not is no change"
     assert load_model(CHECKPOINT).config.max_position_embeddings != 600  # the folder itself stays as it is
 
 
 @pytest.mark.parametrize(
-    ("changes", "why"), [({"max_postion": 6}, "has no max_postion"), ({"hidden_size": "wide"}, "does not fit")]
+    ("changes", "why"),
+    [
+        ({"max_postion": 6}, "has no max_postion"),
+        ({"embd_pdrop": 0.1}, "has no embd_pdrop"),
+        ({"hidden_size": "wide"}, "does not fit"),
+    ],
 )
 def test_what_a_models_config_does_not_take_is_named(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
     config = compose({"actor_rollout_ref": {"model": {"path": str(CHECKPOINT), "override_config": changes}}})

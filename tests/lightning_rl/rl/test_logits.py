@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rl.rl.logits import token_log_probs, top_log_probs
+from lightning_rl.rl.logits import rows_at, token_log_probs, top_log_probs
 from lightning_rl.rl.losses import entropy
 from tests.random_examples import examples
 
@@ -114,3 +114,21 @@ def test_log_probabilities_of_candidates_and_their_gradient_are_those_of_the_who
     torch.testing.assert_close(whole.gather(-1, likely), of_likely)
     with pytest.raises(ValueError, match="the 18 most likely of 17 tokens"):
         top_log_probs(logits, rows, targets, temperature, 18)
+
+
+def test_rows_that_are_taken_several_times_add_up_their_gradients_in_one_order() -> None:
+    values, above = torch.randn(800, 512), torch.randn(768, 512)
+    places = torch.arange(768)
+    places[[192, 384, 576]] = 0
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        gradients = []
+        for _ in range(50):
+            leaf = values.clone().requires_grad_()
+            rows_at(leaf, places).backward(above)
+            gradients.append(leaf.grad)
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(gradients[0], gradient) for gradient in gradients[1:])
+    torch.testing.assert_close(gradients[0][0], above[[0, 192, 384, 576]].sum(0))
