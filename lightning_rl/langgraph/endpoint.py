@@ -50,7 +50,11 @@ def endpoint_of(model: str | None, base_url: str | None, api_key: str | None) ->
     key = api_key or os.environ.get("OPENAI_API_KEY")
     name = model or os.environ.get("OPENAI_MODEL")
     if not name:
-        raise ValueError("outside of a rollout ChatModel needs a model: ChatModel(model=...), or set OPENAI_MODEL")
+        raise ValueError(
+            "outside of a rollout ChatModel needs a model: ChatModel(model=...), or set OPENAI_MODEL. In training it "
+            "asks the rollout's where agent_of runs the graph; in an agent of your own give it what the agent is given: "
+            "ChatModel(base_url=llm.base_url, api_key=llm.api_key, model=llm.model)"
+        )
     if not key:
         raise ValueError("outside of a rollout ChatModel needs a key: ChatModel(api_key=...), or set OPENAI_API_KEY")
     return ChatEndpoint(base_url or os.environ.get("OPENAI_BASE_URL") or OPENAI, key, name)

@@ -124,8 +124,8 @@ def agent_of(
 def input_of(task: Any) -> Any:
     """The input that a task is.
 
-    A text is a user's message; `messages`, or `prompt` as in verl's files, are the conversation so far, and a mapping's
-    other keys go along; any other mapping is the input as it stands.
+    A text is a user's message; `messages`, or `prompt` as in verl's files, are the conversation so far (a text again a
+    user's message), and a mapping's other keys go along; any other mapping is the input as it stands.
     """
     if isinstance(task, str):
         return {"messages": [{"role": "user", "content": task}]}
@@ -133,8 +133,9 @@ def input_of(task: Any) -> Any:
         raise GraphError(
             f"a task of type {type(task).__name__} is no graph's input; say what is: agent_of(..., inputs=function)"
         )
-    if "messages" not in task and isinstance(task.get("prompt"), list):
-        return {"messages": task["prompt"], **{name: value for name, value in task.items() if name != "prompt"}}
+    if "messages" not in task and isinstance(prompt := task.get("prompt"), list | str):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return {"messages": messages, **{name: value for name, value in task.items() if name != "prompt"}}
     return dict(task)
 
 

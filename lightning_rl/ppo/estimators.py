@@ -52,6 +52,23 @@ def check_function(function: Any, name: str, *parameters: str) -> None:
         raise ConfigError(f"{name} takes {signature}; {wanted}") from error
 
 
+def check_reward(reward: Any) -> None:
+    """Raises ConfigError for what is no function of a group's rollouts: TRL's functions, a list, an async one."""
+    trl = "lightning_rl.rewards.trl.TrlRewards"
+    if isinstance(reward, list | tuple):
+        raise ConfigError(f"PPO(reward=...) is a list, and takes one function; of TRL's reward functions, {trl}([...])")
+    if inspect.iscoroutinefunction(reward):
+        raise ConfigError(
+            f"PPO(reward=...) is async; make it a plain function of a group's rollouts (reward functions in files, and "
+            f"those in {trl}, may be async)"
+        )
+    if inspect.isfunction(reward) and "completions" in inspect.signature(reward).parameters:
+        raise ConfigError(
+            f"PPO(reward=...) takes {inspect.signature(reward)}, as TRL's reward functions do: give it as "
+            f"{trl}({reward.__name__})"
+        )
+
+
 def estimator_of(
     config: Config, strategy: Strategy | None, own: Estimator | OutcomeEstimator | None
 ) -> Estimator | OutcomeEstimator:

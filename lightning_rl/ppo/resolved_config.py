@@ -28,6 +28,7 @@ from lightning_rl.ppo import rollout_correction
 from lightning_rl.ppo.batch import BatchRules
 from lightning_rl.ppo.estimators import (
     check_function,
+    check_reward,
     estimator_of,
     gdpo_weights,
     needs_critic,
@@ -104,6 +105,8 @@ def step_rules(
     for idle in idle_keys(config):
         _log.warning("%s", idle)
     takes = {"select": ("call",), "credit": ("forest", "rewards"), "reward": ("rollouts",)}
+    if reward is not None:
+        check_reward(reward)
     for (argument, parameters), function in zip(takes.items(), (select, credit, reward), strict=True):
         if function is not None:
             check_function(function, f"PPO({argument}=...)", *parameters)

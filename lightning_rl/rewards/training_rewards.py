@@ -14,6 +14,7 @@ from lightning_rl.rewards import FinishedRollout, GroupReward
 from lightning_rl.rewards.finished import finished_rollout
 from lightning_rl.rewards.grading import as_graded, before_grading, from_config, graded_before, late_rewards
 from lightning_rl.rewards.reward_model import RewardModel
+from lightning_rl.rewards.trl import TrlRewards
 from lightning_rl.store.contract import Reward, RolloutTrace
 from lightning_rl.store.rewards import with_late_rewards
 from lightning_rl.store.run_store import RunStore
@@ -35,8 +36,8 @@ class Grader:
     def of(cls, config: RewardSection, reward: GroupReward | None) -> "Grader | None":
         """The grader that was given, else that of the config; None where the agents' own rewards count."""
         chosen = reward or from_config(config)
-        # Functions of verl's make may use signals, which only the main thread can.
-        own_thread = reward is None and config.judge.model is None
+        # Functions of verl's and TRL's make may use signals, which only the main thread can.
+        own_thread = isinstance(reward, TrlRewards) or (reward is None and config.judge.model is None)
         return None if chosen is None else cls(chosen, concurrency=1 if own_thread else config.judge.concurrency)
 
     def graded(

@@ -2,12 +2,15 @@
 
 In a script or a notebook an agent travels by value, with the globals that it uses. SDK clients among them are made anew
 where they arrive, with connections of their own, and functions behind `functools.cache` begin with an empty cache.
+What a library only compares by identity, as LangGraph its `MISSING`, arrives as that library's own there.
 """
 
 import functools
+import importlib
 import inspect
 import io
 import pickle
+import sys
 from collections import ChainMap
 from types import CodeType
 from typing import Any, ClassVar
@@ -53,7 +56,30 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         kind = type(obj)
         if kind.__name__ in _CLIENTS and kind.__module__.partition(".")[0] in ("openai", "anthropic"):
             return _client, (kind, _options(obj))
+        if (place := _place_of_sentinel(obj)) is not None:
+            return _at, place
         return super().reducer_override(obj)
+
+
+def _place_of_sentinel(obj: Any) -> tuple[str, str] | None:
+    """The module and the name there of an object without state that a module holds: only its identity means anything.
+    None for anything else, and for what an agent's script holds, which travels by value."""
+    kind = type(obj)
+    if kind is object:
+        modules = [name for name in sys.modules if name != "__main__"]
+    elif getattr(obj, "__dict__", None) == {} and kind.__module__ not in ("builtins", "__main__"):
+        modules = [kind.__module__]
+    else:
+        return None
+    for module in modules:
+        for name, value in list(getattr(sys.modules.get(module), "__dict__", {}).items()):
+            if value is obj:
+                return module, name
+    return None
+
+
+def _at(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
 
 
 def _travels_by_value(function: Any) -> bool:

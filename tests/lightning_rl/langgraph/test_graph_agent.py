@@ -1,6 +1,7 @@
 """Graphs as agents, through the real gateway: what is recorded of branches, tools, sub-graphs and user turns."""
 
 import asyncio
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,10 +20,11 @@ import lightning_rl as lrl
 from lightning_rl.agents.agent import AgentNotFound, AgentSignature, ConfiguredAgent, agent_of_run, as_agent
 from lightning_rl.agents.resources import LLM, ProxyLLM
 from lightning_rl.config import compose
-from lightning_rl.langgraph import ReactAgentLoop, agent_of
+from lightning_rl.langgraph import ChatModel, ReactAgentLoop, agent_of
 from lightning_rl.langgraph.graph_agent import GraphError, input_of
 from lightning_rl.loading import NotLoadable
 from lightning_rl.loops.configured import configured_agents
+from lightning_rl.runner.agent_pickle import pickled
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.call import Call, calls_of
 from lightning_rl_adapters.rows import Row
@@ -259,6 +261,18 @@ def test_rollouts_at_once_ask_each_behind_its_own_door(served: Served) -> None:
 def test_an_agent_goes_to_a_runners_process(graph: Any) -> None:
     agent = cloudpickle.loads(cloudpickle.dumps(agent_of(graph, recursion_limit=7)))
     assert agent.config == {"recursion_limit": 7}
+
+
+def test_a_compiled_graph_runs_where_it_was_sent(served: Served, run: Run, recorded: Recorded) -> None:
+    """LangGraph compares with objects of its own by identity: copies of them would be written as the state."""
+    graph = graphs.one_node(ChatModel()).compile()
+    agent = agent_of(graph, reward=lambda _, state: float(len(state["messages"])))
+    assert run(pickle.loads(pickled(agent)), "hi") == 2.0
+    assert len(recorded()[0]) == 1
+
+
+def test_a_prompt_that_is_a_text_is_a_users_message() -> None:
+    assert input_of({"prompt": "hi", "level": 3}) == {"messages": [{"role": "user", "content": "hi"}], "level": 3}
 
 
 def test_what_is_no_graph_is_refused_when_the_agent_is_made() -> None:

@@ -44,6 +44,30 @@ def test_a_client_is_made_anew_as_it_was() -> None:
     assert (found["claude"].auth_token, str(found["claude"].base_url)) == ("t", "http://c")
 
 
+SENTINELS = """
+import collections, dataclasses, sys
+from lightning_rl.runner.agent_pickle import pickled
+
+own = object()
+
+@dataclasses.dataclass
+class Task:
+    text: str
+
+def agent(task):
+    return [dataclasses.fields(Task)[0].default is dataclasses.MISSING, collections.namedtuple is named, own is mine]
+
+named, mine = collections.namedtuple, own
+sys.stdout.buffer.write(pickled(agent))
+"""
+
+
+def test_what_is_compared_by_identity_is_the_librarys_own(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SENTINELS)
+    made = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, check=True).stdout
+    assert pickle.loads(made)(None) == [True, True, True]
+
+
 def test_a_cached_function_begins_with_an_empty_cache() -> None:
     lock = threading.Lock()
 
