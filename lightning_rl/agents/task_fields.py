@@ -1,11 +1,13 @@
-"""What a loop reads of a task, which verl's Parquet rows and plain texts both are. Pure."""
+"""What a loop reads of a task, which verl's Parquet rows and plain texts both are. Pure, but for images in files."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from lightning_rl.data.images import url_of
 from lightning_rl.errors import Explained
 
 AGENT_NAME = "agent_name"
+_IMAGE = "<image>"  # verl's mark of a place in a text
 
 
 class LoopTaskError(Explained, ValueError):
@@ -34,6 +36,48 @@ def messages_of(task: Any) -> list[dict[str, Any]]:
         f"a loop begins with a text, or with a task's `prompt` (or `messages`): a text or a list of messages; this "
         f"task {description}"
     )
+
+
+def shown_messages_of(task: Any) -> list[dict[str, Any]]:
+    """The same, showing the task's `images` where the text says `<image>`, as in verl's files. Raises LoopTaskError
+    where these are not as many, or an image cannot be read."""
+    messages, fields = messages_of(task), task if isinstance(task, Mapping) else {}
+    texts = [message["content"] for message in messages if isinstance(message.get("content"), str)]
+    for kind in ("video", "audio"):
+        if fields.get(f"{kind}s") and any(f"<{kind}>" in text for text in texts):
+            raise LoopTaskError(f"the task's prompt says `<{kind}>`, and models are shown images alone here")
+    images = fields.get("images")
+    if not isinstance(images, list | tuple) or not images:
+        return messages
+    if (places := sum(text.count(_IMAGE) for text in texts)) != len(images):
+        raise LoopTaskError(
+            f"the task has {len(images)} `images`, and its prompt says `{_IMAGE}` {places} times; name the column "
+            "otherwise where the prompt is not to show them"
+        )
+    urls = iter([_url(image, place) for place, image in enumerate(images)])
+    return [_showing(message, urls) for message in messages]
+
+
+def _showing(message: dict[str, Any], urls: Iterator[str]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str) or _IMAGE not in content:
+        return message
+    return message | {"content": _parts(content, urls)}
+
+
+def _parts(content: str, urls: Iterator[str]) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = []
+    for place, text in enumerate(content.split(_IMAGE)):
+        parts += [{"type": "image_url", "image_url": {"url": next(urls)}}] if place else []
+        parts += [{"type": "text", "text": text}] if text else []
+    return parts
+
+
+def _url(image: Any, place: int) -> str:
+    try:
+        return url_of(image)
+    except (OSError, ValueError) as error:
+        raise LoopTaskError(f"image {place} of the task's `images` cannot be shown: {error}") from error
 
 
 def name_of(task: Any, default: str) -> str:

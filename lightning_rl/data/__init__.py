@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from lightning_rl.data import images
 from lightning_rl.errors import Explained
 
 _BOM = b"\xef\xbb\xbf"
@@ -247,7 +248,7 @@ def _no_progress_bars(datasets: Any) -> Iterator[None]:
 
 
 def _rows(batches: Iterable[Any], path: Path) -> Iterator[Any]:
-    """The rows of Arrow tables. Nothing is decoded on the way, so an image is its bytes, and refused as such."""
+    """The rows of Arrow tables. Nothing is decoded on the way: an image is its bytes, which become a data URL."""
     rows = (row for batch in batches for row in _listed(batch, path))
     for number, row in enumerate(rows):
         yield {
@@ -275,11 +276,17 @@ def _plain(value: Any, place: str) -> Any:
         return str(value)  # a float would not be what was written
     if isinstance(value, list | tuple):
         return [_plain(item, place) for item in value]
+    if isinstance(value, dict) and (image := images.as_text(value)) is not None:
+        return image
     if isinstance(value, dict) and all(isinstance(name, str) for name in value):
         return {name: _plain(item, place) for name, item in value.items()}
     if isinstance(value, dict):  # a map whose keys no JSON has
         return [[_plain(name, place), _plain(item, place)] for name, item in value.items()]
-    raise DataError(f"{place}: a task is a JSON value, and {type(value).__name__} {str(value)[:40]} is none")
+    advice = "; an image is a path, a URL, or what `datasets.Image` stores of a PNG, JPEG, GIF or WebP file"
+    raise DataError(
+        f"{place}: a task is a JSON value, and {type(value).__name__} {str(value)[:40]} is none"
+        + advice * isinstance(value, bytes)
+    )
 
 
 _READERS: dict[str, Callable[[Path], Iterator[Any]]] = {

@@ -81,7 +81,7 @@ def _rows(data: Any) -> Any:
     if hasattr(data, "to_dicts"):  # Polars
         return data.to_dicts()
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
-        return data.to_dict("records")
+        return data.astype(object).where(data.notna(), None).to_dict("records")  # what is missing is NaN there
     return data.tolist() if hasattr(data, "tolist") else data
 
 

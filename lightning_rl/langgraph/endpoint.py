@@ -52,7 +52,7 @@ def endpoint_of(model: str | None, base_url: str | None, api_key: str | None) ->
     if not name:
         raise ValueError(
             "outside of a rollout ChatModel needs a model: ChatModel(model=...), or set OPENAI_MODEL. In training it "
-            "asks the rollout's where agent_of runs the graph; in an agent of your own give it what the agent is given: "
+            "asks the rollout's where agent_of runs the graph; in an agent of your own give it what that is given: "
             "ChatModel(base_url=llm.base_url, api_key=llm.api_key, model=llm.model)"
         )
     if not key:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_rl.agents.agent import Agent
 from lightning_rl.agents.resources import LLM
-from lightning_rl.agents.task_fields import messages_of
+from lightning_rl.agents.task_fields import shown_messages_of
 from lightning_rl.loops.conversation import Conversation
 from lightning_rl.loops.limits import Limits
 
@@ -54,5 +54,5 @@ class AgentLoop(Agent):
     ) -> Conversation:
         """A conversation within the limits, to be entered by `async with`; it begins with `messages`, by default the
         task's."""
-        begin = messages_of(task) if messages is None else messages
+        begin = shown_messages_of(task) if messages is None else messages
         return Conversation(llm, begin, limits or self.setting.limits, loop=self.name or type(self).__name__)

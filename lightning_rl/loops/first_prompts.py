@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from lightning_rl.agents.task_fields import messages_of, name_of, tools_of
+from lightning_rl.agents.task_fields import name_of, shown_messages_of, tools_of
 from lightning_rl.loops.loop_registry import NamedLoops, makers
 from lightning_rl.loops.single_turn import SingleTurnAgent
 from lightning_rl.loops.tool_agent import ToolAgent
@@ -36,7 +36,7 @@ class FirstPrompts:
         loop = self._makers.get(name_of(task, self._loops.default))
         if loop not in (SingleTurnAgent, ToolAgent):
             return None
-        fields: dict[str, Any] = {"model": "policy", "messages": messages_of(task)}
+        fields: dict[str, Any] = {"model": "policy", "messages": shown_messages_of(task)}
         if loop is ToolAgent and (tools := self._schemas(tools_of(task).selection)):
             fields["tools"] = tools
         request = chat_completions.parse(fields)

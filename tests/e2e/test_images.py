@@ -110,3 +110,37 @@ def test_a_model_that_sees_is_trained_on_what_it_saw(tmp_path: Path) -> None:
     assert one.exit_code == 0, one.output
     tokens = msgspec.json.decode(one.output)["tokens"]
     assert all(token["now_logprob"] != token["logprob"] for token in tokens)
+
+
+@pytest.mark.long
+def test_a_data_file_of_verls_shows_its_images(tmp_path: Path) -> None:
+    """Rows as verl's `examples/data_preprocess/geo3k.py` writes them, and no agent: the loop shows the image."""
+    datasets = pytest.importorskip("datasets")
+    folder = seeing.make_folder(tmp_path / "model")
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"<image>How many {seed}?"}],
+            "images": [{"bytes": seeing.picture(seed), "path": None}],
+            "reward_model": {"style": "rule", "ground_truth": "3"},
+        }
+        for seed in range(2)
+    ]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+    config = {
+        "actor_rollout_ref": {
+            "model": {"path": str(folder)},
+            "rollout": {"n": 2, "max_model_len": 600, "agent": {"default_agent_loop": "single_turn_agent"}},
+            "actor": {"ppo_mini_batch_size": 2, "optim": {"lr": 1e-3}},
+        },
+        "data": {"train_batch_size": 2, "train_files": str(tmp_path / "train.parquet"), "max_response_length": 8},
+        "trainer": {"total_training_steps": 1},
+    }
+    lrl.Trainer(run_dir=tmp_path / "run").fit(
+        lrl.PPO(config, reward=lambda rollouts: [float(len(each.answer) % 3) for each in rollouts])
+    )
+    with recorded.opened(tmp_path / "run") as connection:
+        names = [row[0] for row in connection.exec_driver_sql("SELECT rollout_id FROM rollouts")]
+        traces = [recorded.trace(connection, name) for name in names]
+    shown = [set(media_of(trace.attempts[0].spans).values()) for trace in traces]
+    assert sorted(map(sorted, shown)) == sorted([seeing.picture(seed)] for seed in (0, 0, 1, 1))

@@ -21,16 +21,6 @@ class ByIndex:
         return index * 10
 
 
-class Frame:
-    """As pandas has it."""
-
-    columns = ("a",)
-
-    def to_dict(self, orient: str) -> list[dict[str, int]]:
-        assert orient == "records"
-        return [{"a": 1}, {"a": 2}]
-
-
 def nested(levels: int) -> Any:
     task: Any = None
     for _ in range(levels):
@@ -45,8 +35,10 @@ def test_a_dataset_without_an_iterator_ends_where_its_length_says() -> None:
 
 def test_tables_are_their_rows_and_arrays_their_values() -> None:
     arrow = pytest.importorskip("pyarrow")
-    rows = [{"a": 1}, {"a": 2}]
-    assert dataset_of(Frame(), "x") == dataset_of(arrow.Table.from_pylist(rows), "x") == rows
+    pandas = pytest.importorskip("pandas")
+    rows = [{"a": 1, "b": None}, {"a": 2, "b": "x"}]
+    assert dataset_of(pandas.DataFrame(rows), "x") == dataset_of(arrow.Table.from_pylist(rows), "x") == rows
+    assert dataset_of(pandas.DataFrame({"n": [1.5, None]}), "x") == [{"n": 1.5}, {"n": None}]
     assert dataset_of(np.array([1.5, 2.0]), "x") == [1.5, 2.0]
     assert dataset_of(None, "x") is None
 

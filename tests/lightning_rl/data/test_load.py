@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from lightning_rl.data import DataError, load_tasks
+from tests import seeing
 
 MAP = pyarrow.map_(pyarrow.string(), pyarrow.int64())
 OF_DAYS = pyarrow.map_(pyarrow.date32(), pyarrow.int64())
@@ -202,6 +203,23 @@ def test_parquet_values_become_json(tmp_path: Path) -> None:
         "of_days": [["2024-02-29", 1]],
     }  # fmt: skip
     assert json.loads(json.dumps(task)) == task
+
+
+def test_images_become_data_urls(tmp_path: Path) -> None:
+    content = seeing.picture(1)
+    paths = [{"bytes": None, "path": "b.png"}]
+    rows = [{"images": [{"bytes": content, "path": "a.png"}], "n": 1}, {"images": paths, "n": 2}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    assert load_tasks(tmp_path / "a.parquet") == [
+        {"images": [seeing.data_url(content)], "n": 1},
+        {"images": ["b.png"], "n": 2},
+    ]
+    features = datasets.Features({"image": datasets.Image()})
+    datasets.Dataset.from_list([{"image": {"bytes": content, "path": None}}], features).save_to_disk(tmp_path / "set")
+    assert load_tasks(tmp_path / "set") == [{"image": seeing.data_url(content)}]
+    datasets.Dataset.from_list([{"sound": {"bytes": b"OggS", "path": None}}]).to_parquet(tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"row 0, column 'sound': .*; an image is a path, a URL, or what"):
+        load_tasks(tmp_path / "a.parquet")
 
 
 def test_a_dataset_of_arrays_and_labels(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""Images of tasks as text that travels: a data URL, as an agent sends it.
+
+A task is JSON, so the bytes of an image, as Parquet files hold them, become its data URL; a path and a URL are text
+already.
+"""
+
+import base64
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+_URLS = ("data:", "http://", "https://")
+_STORED = {"bytes", "path"}  # an image, as `datasets` stores it
+
+
+def as_text(stored: Mapping[str, Any]) -> str | None:
+    """The data URL, or else the path, of an image as `datasets` stores it; None for what is no such image."""
+    if stored.keys() != _STORED:
+        return None
+    content, path = stored["bytes"], stored["path"]
+    if isinstance(content, bytes):
+        return data_url(content)
+    return path if content is None and isinstance(path, str) else None
+
+
+def data_url(content: bytes) -> str | None:
+    """The data URL of a PNG, JPEG, GIF or WebP file; None for any other."""
+    kind = next((kind for beginning, kind in _BEGINNINGS.items() if content.startswith(beginning)), None)
+    return None if kind is None else f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def url_of(image: Any) -> str:
+    """The URL by which a model is shown an image of a task: a URL, the path of a file, or a dict with either as
+    `image`, `url` or `path`. Raises ValueError for any other, OSError for a file that cannot be read."""
+    if isinstance(image, Mapping):
+        image = next((image[name] for name in ("image", "url", "path") if isinstance(image.get(name), str)), None)
+    if not isinstance(image, str):
+        raise ValueError("it is no URL and no path")
+    if image.startswith(_URLS):
+        return image
+    url = data_url(Path(image.removeprefix("file://")).read_bytes())
+    if url is None:
+        raise ValueError(f"{image} is no PNG, JPEG, GIF or WebP file")
+    return url
