@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,69 @@ def test_a_client_is_made_anew_as_it_was() -> None:
     assert (found["client"].max_retries, found["client"].timeout, found["client"].organization) == (7, 3.0, "o")
     assert found["client"].default_headers["X-A"] == "b"
     assert (found["claude"].auth_token, str(found["claude"].base_url)) == ("t", "http://c")
+
+
+def test_locks_and_context_variables_are_new() -> None:
+    without, given = ContextVar[int]("without"), ContextVar("given", default=(3,))
+    given.set((4,))
+
+    class Held:
+        lock = threading.RLock()
+
+        @functools.cached_property
+        def length(self) -> int:
+            with self.lock:
+                return 7
+
+    held = threading.Lock()
+    with held:
+        found = sent(by_value(kind=Held, held=held, again=held, without=without, given=given))()
+    assert (found["kind"]().length, found["given"].get(), found["without"].get(1)) == (7, (3,), 1)
+    assert found["held"] is found["again"] is not held
+    assert found["held"].acquire(blocking=False)
+
+
+HINTS = """
+from __future__ import annotations
+import dataclasses, operator, pickle, sys, typing
+from typing import Annotated, TypedDict
+from lightning_rl.runner.agent_pickle import pickled
+
+@dataclasses.dataclass
+class Item:
+    of: list[Item]
+    kind: Kind
+
+class Kind(TypedDict):
+    words: Annotated[list, operator.add]
+
+def tool(item: Item, other: typing.Optional[list["Kind"]] = None) -> Missing: ...
+
+def agent(task):
+    hints = [typing.get_type_hints(Item), typing.get_type_hints(Kind, include_extras=True)]
+    return [hints, tool.__globals__["Item"] is Item, tool.__globals__["Kind"] is Kind, pickle.dumps(Item([], {}))]
+
+sys.stdout.buffer.write(pickled(agent))
+"""
+READS = """
+import pickle, runpy, sys
+
+class Spec:
+    name = "lightning_rl.runner.process"
+
+__spec__, Item = Spec, "the runner's"
+hints, *same, item = pickle.load(sys.stdin.buffer)(None)
+main = sys.modules["__main__"]
+print(sorted(hints[0]), hints[0]["of"] == list[main.Item], hints[1], same, type(pickle.loads(item)) is main.Item, Item)
+"""
+
+
+def test_type_hints_and_pickles_of_a_script_are_read_there(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(HINTS)
+    made = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, check=True).stdout
+    read = subprocess.run([sys.executable, "-c", READS], input=made, capture_output=True, check=True).stdout.decode()
+    annotated = "{'words': typing.Annotated[list, <built-in function add>]}"
+    assert read == f"['kind', 'of'] True {annotated} [True, True] True the runner's\n"
 
 
 SENTINELS = """
@@ -89,7 +153,7 @@ def test_a_cached_function_begins_with_an_empty_cache() -> None:
 @pytest.mark.parametrize(
     ("held", "why"),
     [
-        (threading.Lock(), "cannot pickle '_thread.lock' object"),
+        (threading.Thread(name="loader"), "'loader' is a thread, which runs in this process alone"),
         (multiprocessing.Lock(), "Lock objects should only be shared between processes through inheritance"),
         (ctypes.pointer(ctypes.c_int(1)), "ctypes objects containing pointers cannot be pickled"),
         (openai.OpenAI(api_key="k", http_client=httpx2.Client()), "an http_client of its own"),
