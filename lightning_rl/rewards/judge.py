@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 RUBRIC = Judge().rubric
 ALONE = 0.5  # the reward of an answer that is compared with none: the mean of all places
 _TRIES = 3
+_RETRIES = 8  # of a request that is not answered: 0.5, 1, 2, 4 and then 8 s apart
 _SHOWN = 200  # characters of a reply in an error
 _FORM = 'Reply with JSON alone: {"ranking": [[2], [1, 3]]} has the numbers of all answers, each once, best first.'
 _SYSTEM = (
@@ -53,7 +54,8 @@ class RankingJudge:
         base_url: of the service, to `/v1`; by default what the `openai` SDK takes (OPENAI_BASE_URL, or OpenAI).
         api_key: by default OPENAI_API_KEY.
         rubric: what the judge is told to look at.
-        timeout_seconds: for one request; a service that fails is asked again by the SDK.
+        timeout_seconds: for one request; a service that is busy or away is asked again by the SDK, for 40 s or as its
+            `Retry-After` says.
         concurrency: requests at a time, from however many threads.
 
     It is asked once a group, at temperature 0, and again (at most twice) with what was wrong, where its reply holds no
@@ -121,9 +123,12 @@ class RankingJudge:
                 answer = self._client.chat.completions.create(model=self.model, messages=chat, temperature=0)
         except openai.OpenAIError as error:
             where = self.base_url or "the SDK's own service"
+            away = isinstance(error, openai.APIConnectionError | openai.InternalServerError | openai.RateLimitError)
             raise JudgeError(
                 f"group {rollout.group_id}: the judge {self.model} at {where} cannot be asked: "
-                f"{type(error).__name__}: {error}; check its name, URL and key"
+                f"{type(error).__name__}: {error}; "
+                + ("go on with the run when it answers: verdicts are kept, and " if away else "")
+                + "check its name, URL and key"
             ) from error
         return (answer.choices[0].message.content or "") if answer.choices else ""
 
@@ -131,7 +136,9 @@ class RankingJudge:
     def _client(self) -> "openai.OpenAI":
         import openai
 
-        return openai.OpenAI(base_url=self.base_url, api_key=self._api_key, timeout=self.timeout_seconds)
+        return openai.OpenAI(
+            base_url=self.base_url, api_key=self._api_key, timeout=self.timeout_seconds, max_retries=_RETRIES
+        )
 
 
 def shuffled(rollouts: Sequence[FinishedRollout]) -> list[str]:

@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+_LONG_SECONDS = 20.0  # of a step, whose parts are told
+_NO_PARTS = ("step", "sampling_idle")
+
 
 class ConsoleTracker:
     """A progress line on a terminal; one line per step where the output is a file."""
@@ -27,6 +30,8 @@ class ConsoleTracker:
         )
         self._task = self._progress.add_task("train", total=total_steps, completed=began_at, note="starting")
         self._progress.start()
+        if 0 < began_at < total_steps:
+            self._progress.console.print(f"goes on behind step {began_at}: {total_steps - began_at} steps are left")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the metrics of `step`; validations stay on the screen."""
@@ -48,7 +53,7 @@ class ConsoleTracker:
         wrong = f"  {failed} failed" if failed else ""
         self._step(
             step,
-            f"reward {reward}{wrong}  {self._validation}  {calls:.{0 if calls >= 9.5 else 1}f} calls/s",
+            f"reward {reward}{wrong}  {self._validation}  {_rate(calls)} calls/s{_parts(metrics)}",
             metrics,
         )
 
@@ -63,6 +68,21 @@ class ConsoleTracker:
     def close(self) -> None:
         """Leave the last state on the screen."""
         self._progress.stop()
+
+
+def _rate(calls: float) -> str:
+    return f"{calls:.{0 if calls >= 9.5 else 1}f}" if calls >= 0.95 else f"{calls:.2g}"
+
+
+def _parts(metrics: Mapping[str, float]) -> str:
+    """Of a step that takes long its seconds, and the three parts that take most of them; "" of any other."""
+    seconds = metrics.get("timing_s/step", 0.0)
+    if seconds < _LONG_SECONDS:
+        return ""
+    parts = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
+    most = sorted(((value, name) for name, value in parts.items() if name not in _NO_PARTS), reverse=True)[:3]
+    told = ", ".join(f"{name} {value:.0f}" for value, name in most if value >= 0.05 * seconds)
+    return f"  {seconds:.0f} s ({told})" if told else f"  {seconds:.0f} s"
 
 
 def account(metrics: Mapping[str, float]) -> str:

@@ -100,6 +100,19 @@ def test_a_step_is_a_line_with_its_failures() -> None:
     ]
 
 
+def test_a_long_step_tells_its_parts_and_a_run_that_goes_on_where() -> None:
+    shown = io.StringIO()
+    tracker = ConsoleTracker(4, Console(file=shown, width=120), began_at=2)
+    seconds = {"step": 431.0, "gen": 120.4, "update_actor": 250.0, "old_log_prob": 60.0, "adv": 0.1, "ref": 59.0}
+    step = {"critic/score/mean": 0.5, "perf/calls_per_s": 0.0333, "timing_s/sampling_idle": 400.0}
+    tracker.log(3, step | {f"timing_s/{name}": value for name, value in seconds.items()})
+    tracker.close()
+    assert [" ".join(line.split()) for line in shown.getvalue().strip().splitlines()] == [
+        "goes on behind step 2: 2 steps are left",
+        "step 3/4 reward 0.500 0.033 calls/s 431 s (update_actor 250, gen 120, old_log_prob 60) about 431 s left",
+    ]
+
+
 def test_an_unknown_tracker_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'clearml' cannot be written to; there are console, jsonl"):
         metrics.open_trackers(["jsonl", "clearml"], tmp_path, 1)
