@@ -116,7 +116,7 @@ def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
             named_in_errors(path),
             os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file,
         ):
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # there is none yet, or its file system knows no modes
                 os.fchmod(file.fileno(), path.stat().st_mode & mode)
             yield file
             file.flush()

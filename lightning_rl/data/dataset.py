@@ -81,7 +81,11 @@ def _rows(data: Any) -> Any:
     if hasattr(data, "to_dicts"):  # Polars
         return data.to_dicts()
     if hasattr(data, "to_dict") and hasattr(data, "columns"):  # pandas
-        return data.astype(object).where(data.notna(), None).to_dict("records")  # what is missing is NaN there
+        rows, missing = data.to_dict("records"), data.isna().to_dict("records")  # NaN is what is missing there
+        return [
+            {name: None if absent[name] is True else value for name, value in row.items()}
+            for row, absent in zip(rows, missing, strict=True)
+        ]
     return data.tolist() if hasattr(data, "tolist") else data
 
 

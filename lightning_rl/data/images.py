@@ -9,24 +9,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-_BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif", b"RIFF": "image/webp"}
+_BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif"}
 _URLS = ("data:", "http://", "https://")
 _STORED = {"bytes", "path"}  # an image, as `datasets` stores it
 
 
 def as_text(stored: Mapping[str, Any]) -> str | None:
-    """The data URL, or else the path, of an image as `datasets` stores it; None for what is no such image."""
-    if stored.keys() != _STORED:
-        return None
-    content, path = stored["bytes"], stored["path"]
-    if isinstance(content, bytes):
-        return data_url(content)
-    return path if content is None and isinstance(path, str) else None
+    """The data URL of an image as `datasets` stores it, with its bytes; None for anything else."""
+    content = stored.get("bytes") if stored.keys() == _STORED else None
+    return data_url(content) if isinstance(content, bytes) else None
 
 
 def data_url(content: bytes) -> str | None:
     """The data URL of a PNG, JPEG, GIF or WebP file; None for any other."""
     kind = next((kind for beginning, kind in _BEGINNINGS.items() if content.startswith(beginning)), None)
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        kind = "image/webp"
     return None if kind is None else f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 

@@ -62,7 +62,7 @@ def check_reward(reward: Any) -> None:
             f"PPO(reward=...) is async; make it a plain function of a group's rollouts (reward functions in files, and "
             f"those in {trl}, may be async)"
         )
-    if inspect.isfunction(reward) and "completions" in inspect.signature(reward).parameters:
+    if inspect.isfunction(reward) and len(names := inspect.signature(reward).parameters) > 1 and "completions" in names:
         raise ConfigError(
             f"PPO(reward=...) takes {inspect.signature(reward)}, as TRL's reward functions do: give it as "
             f"{trl}({reward.__name__})"

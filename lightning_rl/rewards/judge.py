@@ -117,12 +117,13 @@ class RankingJudge:
 
     def _reply(self, rollout: FinishedRollout, chat: list[Any]) -> str:
         import openai
+        from openai.types.chat import ChatCompletion
 
+        where = self.base_url or "the SDK's own service"
         try:
             with self._free:
                 answer = self._client.chat.completions.create(model=self.model, messages=chat, temperature=0)
         except openai.OpenAIError as error:
-            where = self.base_url or "the SDK's own service"
             away = isinstance(error, openai.APIConnectionError | openai.InternalServerError | openai.RateLimitError)
             raise JudgeError(
                 f"group {rollout.group_id}: the judge {self.model} at {where} cannot be asked: "
@@ -130,7 +131,14 @@ class RankingJudge:
                 + ("go on with the run when it answers: verdicts are kept, and " if away else "")
                 + "check its name, URL and key"
             ) from error
-        return (answer.choices[0].message.content or "") if answer.choices else ""
+        message = answer.choices[0].message if isinstance(answer, ChatCompletion) and answer.choices else None
+        if message is None or not isinstance(message.content, str | None):
+            said = answer.model_dump_json(exclude_unset=True) if isinstance(answer, ChatCompletion) else repr(answer)
+            raise JudgeError(
+                f"group {rollout.group_id}: the judge {self.model} at {where} answered no chat completion: "
+                f"{said[:_SHOWN]}; its URL goes to /v1"
+            )
+        return message.content or ""
 
     @functools.cached_property
     def _client(self) -> "openai.OpenAI":

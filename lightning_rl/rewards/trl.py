@@ -6,7 +6,6 @@ each of them gave stands beside it under the function's name.
 
 import asyncio
 import inspect
-import logging
 import math
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,7 +20,6 @@ from lightning_rl_adapters.credit import FINAL
 
 _NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
 _NO_COLUMNS = ("prompt", "completion", "completion_ids")  # of a task, as TRL passes none of them on
-_log = logging.getLogger(__name__)
 
 
 class TrlRewards:
@@ -65,14 +63,13 @@ class TrlRewards:
             )
         self._making = threading.Lock()
         self._made: AsyncAgents | None = None
-        self._unjudged = False
 
     def __call__(self, rollouts: Sequence[FinishedRollout]) -> list[dict[str, float]]:
         """The rewards of a group's rollouts, in their order.
 
         Raises:
             RewardError: naming the function, for another number of rewards than of rollouts, or what is no finite
-                number.
+                number; naming the rollout that no function judges.
         """
         arguments = _arguments(rollouts)
         returned = [function(**_taken(function, arguments)) for function in self.functions.values()]
@@ -88,9 +85,11 @@ class TrlRewards:
     ) -> dict[str, float]:
         values = {name: numbers[place] for name, numbers in by_function.items()}
         own = {name: value for name, value in values.items() if value is not None}
-        if not own and not self._unjudged:
-            self._unjudged = True
-            _log.warning("rollout %s: every reward function returned None, so its reward is 0", rollout.rollout_id)
+        if not own:
+            raise RewardError(
+                f"rollout {rollout.rollout_id}: {', '.join(self.functions)} returned None, so nothing judges it; let "
+                "one return a number"
+            )
         weights = dict(zip(self.functions, self.weights, strict=True))
         return own | {FINAL: math.fsum(weights[name] * value for name, value in own.items())}
 
@@ -130,7 +129,8 @@ def _taken(function: Callable[..., Any], arguments: Mapping[str, list[Any]]) -> 
         parameters = inspect.signature(function).parameters.values()
     except ValueError:  # of some functions in C nobody can tell
         return dict(arguments)
-    needed = [each for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    any_number = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each for each in parameters if each.default is each.empty and each.kind not in any_number]
     if missing := [each.name for each in needed if each.name not in arguments]:
         raise RewardError(
             f"the reward function {_name(function)} needs {missing[0]!r}, which no task has: there are "
@@ -162,7 +162,7 @@ def _name(function: Any) -> str:
 
 
 def _check(function: Any) -> None:
-    if not callable(function) or isinstance(function, type):
+    if not callable(function) or isinstance(function, type) or hasattr(function, "named_parameters"):
         raise RewardFunctionError(
             f"{function!r:.80} is no reward function; a reward model is reward.reward_model.model_path"
         )

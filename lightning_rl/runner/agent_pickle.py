@@ -1,8 +1,8 @@
 """An agent as bytes for the processes that run it: cloudpickle, and what agents hold that it cannot send.
 
 In a script or a notebook an agent travels by value, with the globals that it uses. SDK clients among them are made anew
-where they arrive, with their own connections, functions behind `functools.cache` begin with an empty cache, locks are
-free, and context variables have their defaults. What a library only compares by identity, as LangGraph its `MISSING`,
+where they arrive, with their own connections, functions behind `functools.cache` begin with an empty cache, and
+context variables have their defaults. What a library only compares by identity, as LangGraph its `MISSING`,
 arrives as that library's own there. A script's classes, and what their annotations name, are in `__main__` there too,
 where type hints and pickles look for them.
 """
@@ -14,19 +14,18 @@ import inspect
 import io
 import pickle
 import sys
-import threading
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import Context, ContextVar
 from types import CodeType, FunctionType, ModuleType
-from typing import Any, ClassVar, ForwardRef
+from typing import Any, ClassVar, ForwardRef, Literal, get_origin
 
 import cloudpickle
 
 from lightning_rl.errors import Explained
 
 _CLIENTS = frozenset({"OpenAI", "AsyncOpenAI", "Anthropic", "AsyncAnthropic"})
-_LOCKS: dict[type, Callable[[], Any]] = {type(made()): made for made in (threading.Lock, threading.RLock)}
+_FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, pickle.PicklingError)
 _RUNNER = "lightning_rl.runner.process"
 _OPTIONS = ("api_key", "auth_token", "organization", "project", "timeout", "max_retries")
 
@@ -42,11 +41,12 @@ def pickled(agent: Any) -> bytes:
     try:
         pickler.dump(agent)
         pickler.dump(pickler.names_of_script())
-    except (TypeError, ValueError, RuntimeError, AttributeError, pickle.PicklingError) as error:
+    except _FAILURES as error:
         raise AgentNotPicklable(
             f"the agent cannot be sent to the processes that run it: {error}. It uses something that stays in this "
-            "process, such as a connection, a lock or an open file: make it within the agent, or in a function with "
-            "@functools.cache that the agent calls (but a client of the model in each rollout, whose URL it calls by)"
+            "process, such as a connection, a lock or an open file: make it within the agent, in a module beside the "
+            "script, or in a function with @functools.cache that the agent calls (but a client of the model in each "
+            "rollout, whose URL it calls by)"
         ) from error
     return pickle.dumps(_Sent(buffer.getvalue()))
 
@@ -81,15 +81,58 @@ def _code_in_its_file(code: CodeType) -> tuple[Any, ...]:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     dispatch_table: ClassVar[Any] = ChainMap({CodeType: _code_in_its_file}, cloudpickle.Pickler.dispatch_table)
 
-    def __init__(self, file: io.BytesIO) -> None:
+    def __init__(self, file: io.BytesIO, *, annotations: bool = True) -> None:
         super().__init__(file)
+        self._annotations = annotations  # whether functions are sent with what theirs name
         self._classes: list[type] = []  # of the script, and in this pickle
+        self._tried: dict[int, bool] = {}  # whether what annotations name can be sent, by id
 
     def names_of_script(self) -> dict[str, Any]:
         """The script's classes that were pickled, and what their annotations name."""
-        script = vars(sys.modules["__main__"])
-        names = {name for each in self._classes for name in (each.__name__, *_names_in_annotations(each))}
-        return {name: script[name] for name in sorted(names) if name in script}
+        script, names = vars(sys.modules["__main__"]), dict[str, Any]()
+        for each in self._classes:
+            names |= self._in_annotations(each, script)
+        return names | {each.__name__: each for each in self._classes if script.get(each.__name__) is each}
+
+    def _place_of_sentinel(self, obj: Any) -> tuple[str, str] | None:
+        """The module and the name there of an object without state that a module holds: only its identity means
+        anything. None for anything else, and for what an agent's script holds, which travels by value."""
+        kind = type(obj)
+        if kind is object:
+            return self._plain_objects.get(id(obj))
+        if kind.__module__ in ("builtins", "__main__") or not _is_stateless(obj):
+            return None
+        held = getattr(sys.modules.get(kind.__module__), "__dict__", {})
+        return next(((kind.__module__, name) for name, value in list(held.items()) if value is obj), None)
+
+    @functools.cached_property
+    def _plain_objects(self) -> dict[int, tuple[str, str]]:
+        """Where each `object()` is that a module holds, by its id."""
+        modules = [(name, module) for name, module in list(sys.modules.items()) if name != "__main__"]
+        return {
+            id(value): (module_name, name)
+            for module_name, module in reversed(modules)
+            for name, value in list(getattr(module, "__dict__", {}).items())
+            if type(value) is object
+        }
+
+    def _in_annotations(self, annotated: Any, names: Mapping[str, Any]) -> dict[str, Any]:
+        """Of the names in annotations those of types and modules that can be sent."""
+        return {
+            name: names[name]
+            for name in sorted(_names_in_annotations(annotated))
+            if name in names and _is_for_annotations(names[name]) and self._can_be_sent(names[name])
+        }
+
+    def _can_be_sent(self, obj: Any) -> bool:
+        if id(obj) not in self._tried:
+            trial = _Pickler(io.BytesIO(), annotations=False)
+            try:
+                trial.dump(obj)
+                self._tried[id(obj)] = True
+            except _FAILURES:
+                self._tried[id(obj)] = False
+        return self._tried[id(obj)]
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and obj.__module__ == "__main__":
@@ -101,19 +144,26 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _client, (kind, _options(obj))
         if isinstance(obj, ContextVar):
             return _context_variable, (obj.name, *_default_of(obj))
-        if isinstance(obj, threading.Thread):
-            raise pickle.PicklingError(f"{obj.name!r} is a thread, which runs in this process alone")
-        if kind in _LOCKS:
-            return _LOCKS[kind], ()  # free, as where its module is imported
-        if (place := _place_of_sentinel(obj)) is not None:
-            return _at, place
+        if kind is functools.cached_property:  # it holds a lock, before Python 3.12
+            return _cached_property, (obj.func, obj.attrname)
+        if (place := self._place_of_sentinel(obj)) is not None:
+            return _at, (*place, kind)
         reduced = super().reducer_override(obj)
-        if isinstance(obj, FunctionType) and isinstance(reduced, tuple):
+        if self._annotations and isinstance(obj, FunctionType) and isinstance(reduced, tuple):
             _, held = reduced[2]
-            for name in _names_in_annotations(obj):
-                if name in obj.__globals__:
-                    held["__globals__"].setdefault(name, obj.__globals__[name])
+            held["__globals__"] = self._in_annotations(obj, obj.__globals__) | held["__globals__"]
         return reduced
+
+
+def _is_stateless(obj: Any) -> bool:
+    """Whether it is of a class of its own that holds nothing, and is pickled as any object."""
+    own_ways = {"__slots__", "__reduce__", "__reduce_ex__", "__getstate__", "__getnewargs__", "__getnewargs_ex__"}
+    plain = type(obj).__bases__ == (object,) and not own_ways & vars(type(obj)).keys()
+    return plain and getattr(obj, "__dict__", None) == {}
+
+
+def _is_for_annotations(value: Any) -> bool:
+    return isinstance(value, type | ModuleType) or type(value).__module__ in ("typing", "types", "typing_extensions")
 
 
 def _names_in_annotations(annotated: Any) -> set[str]:
@@ -131,30 +181,17 @@ def _texts_in(annotation: Any) -> Iterator[str]:
         yield annotation
     elif isinstance(annotation, ForwardRef):
         yield annotation.__forward_arg__
-    else:
+    elif get_origin(annotation) is not Literal:  # whose texts are values
         for argument in getattr(annotation, "__args__", ()):
             yield from _texts_in(argument)
 
 
-def _place_of_sentinel(obj: Any) -> tuple[str, str] | None:
-    """The module and the name there of an object without state that a module holds: only its identity means anything.
-    None for anything else, and for what an agent's script holds, which travels by value."""
-    kind = type(obj)
-    if kind is object:
-        modules = [name for name in sys.modules if name != "__main__"]
-    elif getattr(obj, "__dict__", None) == {} and kind.__module__ not in ("builtins", "__main__"):
-        modules = [kind.__module__]
-    else:
-        return None
-    for module in modules:
-        for name, value in list(getattr(sys.modules.get(module), "__dict__", {}).items()):
-            if value is obj:
-                return module, name
-    return None
-
-
-def _at(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(module), name)
+def _at(module: str, name: str, kind: type) -> Any:
+    """What the module holds by that name here, or where that is another thing here, a new one."""
+    held = None
+    with contextlib.suppress(ImportError):
+        held = getattr(importlib.import_module(module), name, None)
+    return held if type(held) is kind else object.__new__(kind)
 
 
 def _travels_by_value(function: Any) -> bool:
@@ -164,6 +201,12 @@ def _travels_by_value(function: Any) -> bool:
 
 def _cached(function: Any, parameters: dict[str, Any]) -> Any:
     return functools.lru_cache(**parameters)(function)
+
+
+def _cached_property(function: Any, name: str | None) -> Any:
+    made: functools.cached_property[Any] = functools.cached_property(function)
+    made.attrname = name
+    return made
 
 
 def _options(client: Any) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def test_functions_get_lists_of_prompts_completions_and_columns() -> None:
     ]
 
 
-def test_rewards_are_the_weighted_sum_of_what_functions_gave(caplog: pytest.LogCaptureFixture) -> None:
+def test_rewards_are_the_weighted_sum_of_what_functions_gave() -> None:
     task = {"prompt": CHAT, "solution": "2"}
     both = TrlRewards([right, brief], weights=[2.0, 0.5])
     assert both([rollout("2", task), rollout("3", task), rollout("2, I think", task)]) == [
@@ -58,9 +58,13 @@ def test_rewards_are_the_weighted_sum_of_what_functions_gave(caplog: pytest.LogC
         {"right": 0.0, "brief": 1.0, "reward": 0.5},
         {"right": 1.0, "reward": 2.0},
     ]
-    alone = TrlRewards(brief)
-    assert alone([rollout("too long", task), rollout("too long, too", task)]) == [{"reward": 0.0}, {"reward": 0.0}]
-    assert caplog.messages == ["rollout too long: every reward function returned None, so its reward is 0"]
+    with pytest.raises(RewardError, match="rollout too long: brief returned None, so nothing judges it"):
+        TrlRewards(brief)([rollout("too long", task)])
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return right(*args, **kwargs)
+
+    assert TrlRewards(wrapped)([rollout("2", task)]) == [{"wrapped": 1.0, "reward": 1.0}]
 
     def reward(completions: list[Any]) -> list[int]:  # no **kwargs: it gets what it names
         return [3] * len(completions)

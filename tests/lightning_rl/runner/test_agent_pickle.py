@@ -9,6 +9,7 @@ import sys
 import threading
 from contextvars import ContextVar
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import anthropic
@@ -45,29 +46,23 @@ def test_a_client_is_made_anew_as_it_was() -> None:
     assert (found["claude"].auth_token, str(found["claude"].base_url)) == ("t", "http://c")
 
 
-def test_locks_and_context_variables_are_new() -> None:
+def test_context_variables_have_their_defaults_and_cached_properties_travel() -> None:
     without, given = ContextVar[int]("without"), ContextVar("given", default=(3,))
     given.set((4,))
 
     class Held:
-        lock = threading.RLock()
-
         @functools.cached_property
         def length(self) -> int:
-            with self.lock:
-                return 7
+            return 7
 
-    held = threading.Lock()
-    with held:
-        found = sent(by_value(kind=Held, held=held, again=held, without=without, given=given))()
+    found = sent(by_value(kind=Held, without=without, given=given, again=given))()
     assert (found["kind"]().length, found["given"].get(), found["without"].get(1)) == (7, (3,), 1)
-    assert found["held"] is found["again"] is not held
-    assert found["held"].acquire(blocking=False)
+    assert found["given"] is found["again"] is not given
 
 
 HINTS = """
 from __future__ import annotations
-import dataclasses, operator, pickle, sys, typing
+import dataclasses, operator, pickle, sys, threading, typing
 from typing import Annotated, TypedDict
 from lightning_rl.runner.agent_pickle import pickled
 
@@ -79,7 +74,12 @@ class Item:
 class Kind(TypedDict):
     words: Annotated[list, operator.add]
 
-def tool(item: Item, other: typing.Optional[list["Kind"]] = None) -> Missing: ...
+class Held:
+    lock = threading.Lock()  # cannot be sent, and is only named
+
+opened = threading.Lock()
+
+def tool(item: Item, other: typing.Optional[list["Kind"]] = None, held: Held | opened = None) -> Missing: ...
 
 def agent(task):
     hints = [typing.get_type_hints(Item), typing.get_type_hints(Kind, include_extras=True)]
@@ -109,27 +109,41 @@ def test_type_hints_and_pickles_of_a_script_are_read_there(tmp_path: Path) -> No
 
 
 SENTINELS = """
-import collections, dataclasses, sys
+import collections, dataclasses, sys, types
 from lightning_rl.runner.agent_pickle import pickled
 
 own = object()
+held = sys.modules["held"] = types.ModuleType("held")
+exec("class Empty: pass\\nclass Words(dict): pass", held.__dict__)
+held.made_here, held.words, held.plain = held.Empty(), held.Words(a=1), object()
 
 @dataclasses.dataclass
 class Task:
     text: str
 
 def agent(task):
-    return [dataclasses.fields(Task)[0].default is dataclasses.MISSING, collections.namedtuple is named, own is mine]
+    made = [type(made_here).__name__, words, type(plain)]
+    missing = dataclasses.fields(Task)[0].default
+    return [missing is dataclasses.MISSING, collections.namedtuple is named, own is mine, made]
 
 named, mine = collections.namedtuple, own
+made_here, words, plain = held.made_here, held.words, held.plain
 sys.stdout.buffer.write(pickled(agent))
 """
 
 
-def test_what_is_compared_by_identity_is_the_librarys_own(tmp_path: Path) -> None:
+def test_what_is_compared_by_identity_is_the_librarys_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "script.py").write_text(SENTINELS)
     made = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, check=True).stdout
-    assert pickle.loads(made)(None) == [True, True, True]
+    here = ModuleType("held")  # as it is imported, before the script had put anything there
+    exec("class Empty: pass\nclass Words(dict): pass\nmade_here = None", here.__dict__)
+    monkeypatch.setitem(sys.modules, "held", here)
+    assert pickle.loads(made)(None) == [True, True, True, ["Empty", {"a": 1}, object]]
+    monkeypatch.setitem(sys.modules, "nowhere", ModuleType("nowhere"))
+    sys.modules["nowhere"].plain = object()  # type: ignore[attr-defined]
+    made = pickled(by_value(plain=sys.modules["nowhere"].plain))
+    monkeypatch.delitem(sys.modules, "nowhere")
+    assert type(pickle.loads(made)()["plain"]) is object
 
 
 def test_a_cached_function_begins_with_an_empty_cache() -> None:
@@ -153,14 +167,14 @@ def test_a_cached_function_begins_with_an_empty_cache() -> None:
 @pytest.mark.parametrize(
     ("held", "why"),
     [
-        (threading.Thread(name="loader"), "'loader' is a thread, which runs in this process alone"),
+        (threading.Lock(), "cannot pickle '_thread.lock' object"),
         (multiprocessing.Lock(), "Lock objects should only be shared between processes through inheritance"),
         (ctypes.pointer(ctypes.c_int(1)), "ctypes objects containing pointers cannot be pickled"),
         (openai.OpenAI(api_key="k", http_client=httpx2.Client()), "an http_client of its own"),
     ],
 )
 def test_what_cannot_be_sent_is_named_with_what_to_do(held: Any, why: str) -> None:
-    with pytest.raises(AgentNotPicklable, match=f"{why}.*make it within the agent, or in a function with @functools"):
+    with pytest.raises(AgentNotPicklable, match=f"{why}.*make it within the agent, in a module"):
         pickled(by_value(held=held))
 
 
