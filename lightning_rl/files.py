@@ -111,6 +111,7 @@ def whole_file(path: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
         return
     path = Path(os.path.realpath(path))
     partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)  # of a process that was killed, which may have left it read-only
     try:
         with (
             named_in_errors(path),
