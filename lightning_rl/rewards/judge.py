@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 RUBRIC = Judge().rubric
 ALONE = 0.5  # the reward of an answer that is compared with none: the mean of all places
 _TRIES = 3
-_RETRIES = 8  # of a request that is not answered: 0.5, 1, 2, 4 and then 8 s apart
+_WAITS = (5.0, 10.0, 20.0)  # seconds until a service that is busy or away is asked again
 _SHOWN = 200  # characters of a reply in an error
 _FORM = 'Reply with JSON alone: {"ranking": [[2], [1, 3]]} has the numbers of all answers, each once, best first.'
 _SYSTEM = (
@@ -54,8 +55,8 @@ class RankingJudge:
         base_url: of the service, to `/v1`; by default what the `openai` SDK takes (OPENAI_BASE_URL, or OpenAI).
         api_key: by default OPENAI_API_KEY.
         rubric: what the judge is told to look at.
-        timeout_seconds: for one request; a service that is busy or away is asked again by the SDK, for 40 s or as its
-            `Retry-After` says.
+        timeout_seconds: for one request, which the SDK tries three times; a service that is busy or away is asked again
+            for some 40 s.
         concurrency: requests at a time, from however many threads.
 
     It is asked once a group, at temperature 0, and again (at most twice) with what was wrong, where its reply holds no
@@ -121,8 +122,7 @@ class RankingJudge:
 
         where = self.base_url or "the SDK's own service"
         try:
-            with self._free:
-                answer = self._client.chat.completions.create(model=self.model, messages=chat, temperature=0)
+            answer = self._answer(chat)
         except openai.OpenAIError as error:
             away = isinstance(error, openai.APIConnectionError | openai.InternalServerError | openai.RateLimitError)
             raise JudgeError(
@@ -140,13 +140,25 @@ class RankingJudge:
             )
         return message.content or ""
 
+    def _answer(self, chat: list[Any]) -> Any:
+        import openai
+
+        for wait in _WAITS:
+            try:
+                with self._free:
+                    return self._client.chat.completions.create(model=self.model, messages=chat, temperature=0)
+            except openai.APITimeoutError:
+                raise
+            except (openai.APIConnectionError, openai.InternalServerError, openai.RateLimitError):
+                time.sleep(wait)
+        with self._free:
+            return self._client.chat.completions.create(model=self.model, messages=chat, temperature=0)
+
     @functools.cached_property
     def _client(self) -> "openai.OpenAI":
         import openai
 
-        return openai.OpenAI(
-            base_url=self.base_url, api_key=self._api_key, timeout=self.timeout_seconds, max_retries=_RETRIES
-        )
+        return openai.OpenAI(base_url=self.base_url, api_key=self._api_key, timeout=self.timeout_seconds)
 
 
 def shuffled(rollouts: Sequence[FinishedRollout]) -> list[str]:

@@ -53,10 +53,10 @@ def token_log_probs(
 def rows_at(values: Tensor, places: Tensor) -> Tensor:
     """The rows [K, D] of `values` [N, D] at `places`, int64 [K], of which several may be one.
 
-    `values[places]` gives the same, but where a row is taken several times its gradients are added up in any order on a
-    CPU of several threads, so two runs would differ in the last bits.
+    Where a row is taken several times, its gradients are added up in one order: on a CPU of several threads
+    `values[places]` would add them up in any, and two runs would differ in the last bits. A GPU sorts them.
     """
-    return embedding(places, values)
+    return embedding(places, values) if values.device.type == "cpu" else values[places]
 
 
 _SKIPPED: ContextVar[bool] = ContextVar("repeats are skipped", default=False)

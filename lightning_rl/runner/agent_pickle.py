@@ -7,6 +7,7 @@ arrives as that library's own there. A script's classes, and what their annotati
 where type hints and pickles look for them.
 """
 
+import ast
 import contextlib
 import functools
 import importlib
@@ -65,7 +66,7 @@ def _arrived(content: bytes) -> Any:
     unpickler = pickle.Unpickler(io.BytesIO(content))  # one for both: a class is the same one in them
     agent, names = unpickler.load(), unpickler.load()
     main = sys.modules["__main__"]
-    if names and getattr(main.__spec__, "name", None) == _RUNNER:  # its own names are no script's
+    if names and getattr(getattr(main, "__spec__", None), "name", None) == _RUNNER:  # its own names are no script's
         main = sys.modules["__main__"] = ModuleType("__main__")
     for name, value in names.items():
         vars(main).setdefault(name, value)
@@ -98,30 +99,30 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         """The module and the name there of an object without state that a module holds: only its identity means
         anything. None for anything else, and for what an agent's script holds, which travels by value."""
         kind = type(obj)
-        if kind is object:
-            return self._plain_objects.get(id(obj))
+        if kind in (object, ContextVar):
+            return self._held.get(id(obj))
         if kind.__module__ in ("builtins", "__main__") or not _is_stateless(obj):
             return None
         held = getattr(sys.modules.get(kind.__module__), "__dict__", {})
         return next(((kind.__module__, name) for name, value in list(held.items()) if value is obj), None)
 
     @functools.cached_property
-    def _plain_objects(self) -> dict[int, tuple[str, str]]:
-        """Where each `object()` is that a module holds, by its id."""
+    def _held(self) -> dict[int, tuple[str, str]]:
+        """Where each `object()` and context variable is that a module holds, by its id."""
         modules = [(name, module) for name, module in list(sys.modules.items()) if name != "__main__"]
         return {
             id(value): (module_name, name)
             for module_name, module in reversed(modules)
             for name, value in list(getattr(module, "__dict__", {}).items())
-            if type(value) is object
+            if type(value) in (object, ContextVar)
         }
 
     def _in_annotations(self, annotated: Any, names: Mapping[str, Any]) -> dict[str, Any]:
-        """Of the names in annotations those of types and modules that can be sent."""
+        """What those names in annotations stand for that can be sent."""
         return {
             name: names[name]
             for name in sorted(_names_in_annotations(annotated))
-            if name in names and _is_for_annotations(names[name]) and self._can_be_sent(names[name])
+            if name in names and self._can_be_sent(names[name])
         }
 
     def _can_be_sent(self, obj: Any) -> bool:
@@ -142,7 +143,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         kind = type(obj)
         if kind.__name__ in _CLIENTS and kind.__module__.partition(".")[0] in ("openai", "anthropic"):
             return _client, (kind, _options(obj))
-        if isinstance(obj, ContextVar):
+        if kind is ContextVar and id(obj) not in self._held:
             return _context_variable, (obj.name, *_default_of(obj))
         if kind is functools.cached_property:  # it holds a lock, before Python 3.12
             return _cached_property, (obj.func, obj.attrname)
@@ -162,17 +163,14 @@ def _is_stateless(obj: Any) -> bool:
     return plain and getattr(obj, "__dict__", None) == {}
 
 
-def _is_for_annotations(value: Any) -> bool:
-    return isinstance(value, type | ModuleType) or type(value).__module__ in ("typing", "types", "typing_extensions")
-
-
 def _names_in_annotations(annotated: Any) -> set[str]:
     """The names in annotations that are text, as all are under `from __future__ import annotations`."""
     names: set[str] = set()
     for annotation in getattr(annotated, "__annotations__", {}).values():
         for text in _texts_in(annotation):
             with contextlib.suppress(SyntaxError):
-                names.update(compile(text, "annotation", "eval").co_names)
+                parsed = ast.walk(ast.parse(text, mode="eval"))
+                names |= {node.id for node in parsed if isinstance(node, ast.Name)}
     return names
 
 
@@ -191,7 +189,9 @@ def _at(module: str, name: str, kind: type) -> Any:
     held = None
     with contextlib.suppress(ImportError):
         held = getattr(importlib.import_module(module), name, None)
-    return held if type(held) is kind else object.__new__(kind)
+    if type(held) is kind:
+        return held
+    return ContextVar(name) if kind is ContextVar else object.__new__(kind)
 
 
 def _travels_by_value(function: Any) -> bool:

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from lightning_rl.cli import app
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.errors import Explained
+from lightning_rl.files import write_whole
 from lightning_rl.inspect import export as exports
 from lightning_rl.inspect import recorded
 from lightning_rl.inspect.export import COLUMNS, WHATS, What, arrow_schema, export
@@ -293,6 +294,9 @@ def test_a_link_stays_one_and_a_pipe_takes_what_comes(
     (tmp_path / "linked.jsonl").chmod(0o600)
     export(run_dir, "rollouts", "jsonl", link)
     assert (tmp_path / "linked.jsonl").stat().st_mode & 0o777 == 0o600, "nobody else reads it now either"
+    (tmp_path / "key").touch(mode=0o644)
+    write_whole(tmp_path / "key", b"secret", mode=0o600)
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     pipe, to_pipe = tmp_path / "pipe.jsonl", tmp_path / "to_pipe.jsonl"
     os.mkfifo(pipe)
     to_pipe.symlink_to(pipe)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lightning_rl.rewards import judge as judge_module
 from lightning_rl.rewards.judge import JudgeError, RankingJudge, RankingUnclear, parsed, shuffled, spaced
 from tests.lightning_rl.rewards.rollouts import finished, group
 from tests.proxy.engines.service import Service, running
@@ -201,21 +202,29 @@ def test_a_service_that_refuses_is_named_with_what_it_says(service: Service) -> 
     assert "a-key" not in str(told.value)
 
 
-def test_a_service_that_is_not_there_is_named() -> None:
+def test_a_service_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     judge = RankingJudge("judge", base_url="http://127.0.0.1:9/v1", api_key="k")
     judge._client.max_retries = 0
+    monkeypatch.setattr(judge_module.time, "sleep", lambda _: None)
     with pytest.raises(JudgeError, match=r"127\.0\.0\.1:9"):
         judge(group("a", "b"))
 
 
-def test_a_service_that_fails_once_is_asked_again(service: Service) -> None:
+def test_a_service_that_is_away_is_asked_again(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     service.status, service.headers = 503, {"retry-after": "0"}
     judge = judge_at(service)
-    assert judge._client.max_retries == 8  # over some 40 s
-    judge._client.max_retries = 1
+    judge._client.max_retries = 0
+    waited: list[float] = []
+    monkeypatch.setattr(judge_module.time, "sleep", waited.append)
     with pytest.raises(JudgeError, match="go on with the run when it answers: verdicts are kept"):
         judge(group("a", "b"))
-    assert len(service.requests) == 2
+    assert (len(service.requests), waited) == (4, [5, 10, 20])
+
+
+def test_what_is_no_chat_completion_is_named_with_its_beginning(service: Service) -> None:
+    service._completion = lambda _: {"error": {"message": "quota exceeded"}}  # type: ignore[method-assign]
+    with pytest.raises(JudgeError, match=r"answered no chat completion: .*quota exceeded.*; its URL goes to /v1"):
+        judge_at(service)(group("a", "b"))
 
 
 def test_no_more_requests_are_made_at_a_time_than_allowed(service: Service) -> None:

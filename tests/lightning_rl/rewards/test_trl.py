@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 import lightning_rl as lrl
-from lightning_rl.config import ConfigError
+from lightning_rl.config import ConfigError, compose
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.rewards.checked import RewardError
 from lightning_rl.rewards.functions import RewardFunctionError
+from lightning_rl.rewards.training_rewards import Grader
 from lightning_rl.rewards.trl import TrlRewards
 
 CHAT = [{"role": "user", "content": "1 + 1?"}]
@@ -37,7 +38,7 @@ def test_functions_get_lists_of_prompts_completions_and_columns() -> None:
         seen.append(given)
         return [1] * len(given["completions"])
 
-    task = {"prompt": CHAT, "solution": "2", "completion": "no column", "level": 3}
+    task = {"prompt": CHAT, "solution": "2", "completion": "no column", "completion_ids": [1], "level": 3}
     assert TrlRewards(looks)([rollout("2", task), rollout("3", task)])[1] == {"looks": 1.0, "reward": 1.0}
     TrlRewards(looks)([rollout("2", {"prompt": "1 + 1 ="})])
     TrlRewards(looks)([rollout("2", {"question": "1 + 1?"})])
@@ -102,6 +103,13 @@ def test_functions_that_cannot_be_called_are_refused() -> None:
             TrlRewards(refused)
     with pytest.raises(RewardFunctionError, match="2 weights for 1 reward functions"):
         TrlRewards(right, weights=[1, 2])
+
+
+def test_groups_are_judged_in_the_callers_thread() -> None:
+    """Functions may use signals, as `math_verify` does."""
+    grader = Grader.of(compose({}).reward, TrlRewards(right))
+    assert grader is not None
+    assert grader._concurrency == 1
 
 
 def test_ppo_says_where_such_functions_go() -> None:
