@@ -378,13 +378,20 @@ def _outer(name: str) -> list[str]:
 
 
 _ALIKE = 0.5  # of two names, by difflib's ratio: less is another word
+_ALIKE_IN_SECTION = 0.6  # of what stands behind a section that both have
 
 
 def _nearest(name: str, valid: frozenset[str]) -> str:
     """The likeliest of the names that end alike, three where there are more, or else the one that is written alike; ""
     where none is."""
-    leaf = name.rsplit(".", 1)[-1]
+    section, _, rest = name.partition(".")
+    leaf = rest.rsplit(".", 1)[-1] or section
     same_leaf = [other for other in sorted(valid) if other.rsplit(".", 1)[-1] == leaf]
+    of_section = [other.removeprefix(f"{section}.") for other in sorted(valid) if other.startswith(f"{section}.")]
+    if not any(other.startswith(f"{section}.") for other in same_leaf) and (
+        near := difflib.get_close_matches(rest, of_section, n=1, cutoff=_ALIKE_IN_SECTION)
+    ):
+        return repr(f"{section}.{near[0].removesuffix('.*')}")
     matches = difflib.get_close_matches(
         name, same_leaf or sorted(valid), n=3 if same_leaf else 1, cutoff=0.0 if same_leaf else _ALIKE
     )

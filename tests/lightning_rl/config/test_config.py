@@ -94,6 +94,7 @@ def test_the_documented_dict_of_agent_lightning_composes_unchanged() -> None:
         ({"data": {"train_batchsize": 4}}, "data.train_batch_size"),
         ({"trainer": {"lr": 1}}, "sft.lr' or 'critic.optim.lr' or 'actor_rollout_ref.actor.optim.lr"),
         ({"algorithms": {"adv_estimator": "grpo"}}, "algorithm.adv_estimator"),
+        ({"distillation": {"teacher_model": {"big": {"model_path": "x"}}}}, "distillation.teacher_models"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_valid_one(override: dict[str, object], nearest: str) -> None:
