@@ -155,7 +155,7 @@ def test_none_of_it_is_trained_and_the_account_of_tokens_knows_nothing_of_it(run
 def test_their_triplets_have_no_ids_and_their_rows_are_left_out(run: Run) -> None:
     for trace in run.traces:
         [attempt] = trace.attempts
-        triplets = triplets_of(attempt)
+        triplets = list(triplets_of(attempt))
         assert [one.exact for one in triplets] == [one.model == run.policy for one in triplets]
         for one in triplets:
             if one.model != run.policy:
