@@ -8,6 +8,7 @@ import base64
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.request import url2pathname
 
 _BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif"}
 _URLS = ("data:", "http://", "https://")
@@ -37,7 +38,8 @@ def url_of(image: Any) -> str:
         raise ValueError("it is no URL and no path")
     if image.startswith(_URLS):
         return image
-    url = data_url(Path(image.removeprefix("file://")).read_bytes())
+    path = url2pathname(image.removeprefix("file://")) if image.startswith("file://") else image
+    url = data_url(Path(path).read_bytes())
     if url is None:
         raise ValueError(f"{image} is no PNG, JPEG, GIF or WebP file")
     return url

@@ -31,8 +31,8 @@ class TrlRewards:
     policy was told before. The columns are the other entries of the tasks. What TRL tells beyond that there is not:
     `completion_ids`, `trainer_state`, `log_extra`, `log_metric`, `environments`.
 
-    A function returns a number for each rollout; None where it does not judge one. Sync ones are called in the
-    trainer's thread, one after the other; async ones of a group run at once, on one event loop.
+    A function returns a number for each rollout; None where it does not judge one, which another has to. Sync ones are
+    called in the trainer's thread, one after the other; async ones of a group run at once, on one event loop.
 
     Args:
         functions: one, or several.

@@ -20,7 +20,8 @@ def text(words: str) -> dict[str, Any]:
 
 
 def test_images_stand_where_the_prompt_says_so(tmp_path: Path) -> None:
-    (tmp_path / "two.png").write_bytes(seeing.picture(2))
+    for name in ("two.png", "2 2.png"):
+        (tmp_path / name).write_bytes(seeing.picture(2))
     prompt = [
         {"role": "system", "content": "Be short."},
         {"role": "user", "content": "<image>Is this <image>?"},
@@ -34,7 +35,7 @@ def test_images_stand_where_the_prompt_says_so(tmp_path: Path) -> None:
         prompt[2],
         {"role": "user", "content": [text("or "), shown("http://there/a.png")]},
     ]
-    assert shown_messages_of({"prompt": "<image>?", "images": [{"path": f"file://{tmp_path}/two.png"}]}) == [
+    assert shown_messages_of({"prompt": "<image>?", "images": [{"path": f"file://{tmp_path}/2%202.png"}]}) == [
         {"role": "user", "content": [shown(TWO), text("?")]}
     ]
 
