@@ -47,7 +47,8 @@ def shown_messages_of(task: Any) -> list[dict[str, Any]]:
         if fields.get(f"{kind}s") and any(f"<{kind}>" in text for text in texts):
             raise LoopTaskError(f"the task's prompt says `<{kind}>`, and models are shown images alone here")
     images = fields.get("images")
-    if not isinstance(images, list | tuple) or not images:
+    in_parts = any(isinstance(message.get("content"), list) for message in messages)  # which show them themselves
+    if not isinstance(images, list | tuple) or not images or (in_parts and not any(_IMAGE in text for text in texts)):
         return messages
     if (places := sum(text.count(_IMAGE) for text in texts)) != len(images):
         raise LoopTaskError(

@@ -131,14 +131,15 @@ class RankingJudge:
                 + ("go on with the run when it answers: verdicts are kept, and " if away else "")
                 + "check its name, URL and key"
             ) from error
-        message = answer.choices[0].message if isinstance(answer, ChatCompletion) and answer.choices else None
-        if message is None or not isinstance(message.content, str | None):
-            said = answer.model_dump_json(exclude_unset=True) if isinstance(answer, ChatCompletion) else repr(answer)
+        if not isinstance(answer, ChatCompletion):
             raise JudgeError(
                 f"group {rollout.group_id}: the judge {self.model} at {where} answered no chat completion: "
-                f"{said[:_SHOWN]}; its URL goes to /v1"
+                f"{repr(answer)[:_SHOWN]}; its URL goes to /v1"
             )
-        return message.content or ""
+        if not answer.choices:  # a service's own words for what is wrong
+            return answer.model_dump_json(exclude_unset=True)
+        content = answer.choices[0].message.content if answer.choices[0].message else None
+        return content if isinstance(content, str) else ""
 
     def _answer(self, chat: list[Any]) -> Any:
         import openai

@@ -27,6 +27,7 @@ from lightning_rl.errors import Explained
 
 _CLIENTS = frozenset({"OpenAI", "AsyncOpenAI", "Anthropic", "AsyncAnthropic"})
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, pickle.PicklingError)
+_MOST_OF_A_NAME = 2**20  # bytes of what an annotation names; more is no type
 _RUNNER = "lightning_rl.runner.process"
 _OPTIONS = ("api_key", "auth_token", "organization", "project", "timeout", "max_retries")
 
@@ -73,6 +74,32 @@ def _arrived(content: bytes) -> Any:
     return agent
 
 
+class _SmallBuffer(io.BytesIO):
+    """Raises OverflowError once more is written than what an annotation names should take."""
+
+    def write(self, content: Any, /) -> int:
+        if self.tell() + memoryview(content).nbytes > _MOST_OF_A_NAME:
+            raise OverflowError(f"more than {_MOST_OF_A_NAME} bytes")
+        return super().write(content)
+
+
+class _SentApart:
+    """What an annotation names, on its way: what arrives is that, or where it cannot be loaded `Any`."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived_apart, (self._content,)
+
+
+def _arrived_apart(content: bytes) -> Any:
+    try:
+        return pickle.loads(content)
+    except Exception:  # noqa: BLE001 - an import that fails, say, of what is only named
+        return Any
+
+
 def _code_in_its_file(code: CodeType) -> tuple[Any, ...]:
     """As cloudpickle's, with the file that the code is from, so that an agent's traceback shows its lines."""
     kind, arguments = cloudpickle.Pickler.dispatch_table[CodeType](code)
@@ -86,7 +113,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file)
         self._annotations = annotations  # whether functions are sent with what theirs name
         self._classes: list[type] = []  # of the script, and in this pickle
-        self._tried: dict[int, bool] = {}  # whether what annotations name can be sent, by id
+        self._sent_apart: dict[int, _SentApart | None] = {}  # what annotations name, by id
 
     def names_of_script(self) -> dict[str, Any]:
         """The script's classes that were pickled, and what their annotations name."""
@@ -118,22 +145,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         }
 
     def _in_annotations(self, annotated: Any, names: Mapping[str, Any]) -> dict[str, Any]:
-        """What those names in annotations stand for that can be sent."""
-        return {
-            name: names[name]
-            for name in sorted(_names_in_annotations(annotated))
-            if name in names and self._can_be_sent(names[name])
-        }
+        """What the names in annotations stand for, each sent for itself: the agent does not need it."""
+        found = {name: self._apart(names[name]) for name in sorted(_names_in_annotations(annotated)) if name in names}
+        return {name: sent for name, sent in found.items() if sent is not None}
 
-    def _can_be_sent(self, obj: Any) -> bool:
-        if id(obj) not in self._tried:
-            trial = _Pickler(io.BytesIO(), annotations=False)
+    def _apart(self, obj: Any) -> "_SentApart | None":
+        """None for what cannot be sent, or is large."""
+        if id(obj) not in self._sent_apart:
+            buffer = _SmallBuffer()
             try:
-                trial.dump(obj)
-                self._tried[id(obj)] = True
-            except _FAILURES:
-                self._tried[id(obj)] = False
-        return self._tried[id(obj)]
+                _Pickler(buffer, annotations=False).dump(obj)
+                pickle.loads(buffer.getvalue())
+                self._sent_apart[id(obj)] = _SentApart(buffer.getvalue())
+            except Exception:  # noqa: BLE001 - the agent works without; who reads its hints hears of the name
+                self._sent_apart[id(obj)] = None
+        return self._sent_apart[id(obj)]
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, type) and obj.__module__ == "__main__":
@@ -166,7 +192,8 @@ def _is_stateless(obj: Any) -> bool:
 def _names_in_annotations(annotated: Any) -> set[str]:
     """The names in annotations that are text, as all are under `from __future__ import annotations`."""
     names: set[str] = set()
-    for annotation in getattr(annotated, "__annotations__", {}).values():
+    annotations = getattr(annotated, "__annotations__", None)
+    for annotation in annotations.values() if isinstance(annotations, dict) else ():
         for text in _texts_in(annotation):
             with contextlib.suppress(SyntaxError):
                 parsed = ast.walk(ast.parse(text, mode="eval"))
@@ -180,7 +207,8 @@ def _texts_in(annotation: Any) -> Iterator[str]:
     elif isinstance(annotation, ForwardRef):
         yield annotation.__forward_arg__
     elif get_origin(annotation) is not Literal:  # whose texts are values
-        for argument in getattr(annotation, "__args__", ()):
+        arguments = getattr(annotation, "__args__", ())
+        for argument in arguments if isinstance(arguments, tuple) else ():
             yield from _texts_in(argument)
 
 

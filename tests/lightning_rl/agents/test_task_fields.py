@@ -44,6 +44,8 @@ def test_images_stand_where_the_prompt_says_so(tmp_path: Path) -> None:
 def test_without_images_the_prompt_stays_as_it_is(images: Any) -> None:
     task = {"prompt": "An <image> tag", "images": images, "videos": None}
     assert shown_messages_of(task) == [{"role": "user", "content": "An <image> tag"}]
+    parts = [{"role": "user", "content": [shown(ONE), text("what?")]}]
+    assert shown_messages_of({"prompt": parts, "images": [ONE]}) == parts
     assert shown_messages_of("An <image> tag") == [{"role": "user", "content": "An <image> tag"}]
 
 

@@ -223,7 +223,10 @@ def test_a_service_that_is_away_is_asked_again(service: Service, monkeypatch: py
 
 def test_what_is_no_chat_completion_is_named_with_its_beginning(service: Service) -> None:
     service._completion = lambda _: {"error": {"message": "quota exceeded"}}  # type: ignore[method-assign]
-    with pytest.raises(JudgeError, match=r"answered no chat completion: .*quota exceeded.*; its URL goes to /v1"):
+    with pytest.raises(JudgeError, match=r"no ranking in 3 replies: .*quota exceeded"):
+        judge_at(service)(group("a", "b"))
+    service._completion = lambda _: "<html>"  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(JudgeError, match=r"answered no chat completion: .*html.*; its URL goes to /v1"):
         judge_at(service)(group("a", "b"))
 
 

@@ -80,13 +80,21 @@ class Kind(TypedDict):
 class Held:
     lock = threading.Lock()  # cannot be sent, and is only named
 
-opened = threading.Lock()
+class Refuses:
+    def __reduce__(self):
+        raise OSError("only here")
 
-def tool(item: Item, other: typing.Optional[list["Kind"]] = None, held: Held | opened = None) -> Missing: ...
+opened, refuses, large, Id = threading.Lock(), Refuses(), bytes(2**21), typing.NewType("Id", int)
+
+def tool(item: Item, other: typing.Optional[list["Kind"]], held: Held | opened | refuses | large) -> Missing: ...
+
+def ids(one: Id): ...
 
 def agent(task):
     hints = [typing.get_type_hints(Item), typing.get_type_hints(Kind, include_extras=True)]
-    return [hints, tool.__globals__["Item"] is Item, tool.__globals__["Kind"] is Kind, pickle.dumps(Item([], {}))]
+    left_out = tool.__globals__.keys() & {"Held", "opened", "refuses", "large", "Missing"}
+    same = tool.__globals__["Item"] is Item and tool.__globals__["Kind"] is Kind
+    return [hints, same, [left_out, typing.get_type_hints(ids)], pickle.dumps(Item([], {}))]
 
 sys.stdout.buffer.write(pickled(agent))
 """
@@ -108,7 +116,7 @@ def test_type_hints_and_pickles_of_a_script_are_read_there(tmp_path: Path) -> No
     (tmp_path / "script.py").write_text(HINTS)
     made = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, check=True).stdout
     read = subprocess.run([sys.executable, "-c", READS], input=made, capture_output=True, check=True).stdout.decode()
-    assert read == "['kind', 'of'] True ['merge', 'add'] [True, True] True the runner's\n"
+    assert read == "['kind', 'of'] True ['merge', 'add'] [True, [set(), {'one': typing.Any}]] True the runner's\n"
 
 
 SENTINELS = """
