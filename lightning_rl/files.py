@@ -1,4 +1,7 @@
-"""Files that are whole or not there, and a run folder that one process holds: a run may be cut off at any moment."""
+"""Files that are whole or not there, a run folder that one process holds, and the names of its checkpoints.
+
+A run may be cut off at any moment.
+"""
 
 import errno
 import fcntl
@@ -14,6 +17,7 @@ from typing import IO, BinaryIO
 from lightning_rl.errors import Explained
 
 LOCK = "run.lock"
+MANIFEST = "manifest.json"  # of a checkpoint, which has it once it is whole
 TOKENIZER_FOLDER = "tokenizer"  # of a run that keeps its model's, but makes no checkpoints
 _FINISHED = "finished.json"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -69,6 +73,27 @@ def _hold(file: IO[str]) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def newest_checkpoints(checkpoints: Path, most: int) -> list[Path]:
+    """The `most` newest checkpoints among the `step-N` folders of `checkpoints`, the newest first; their files are not
+    looked at (`training.checkpoint.fault`)."""
+    return [folder for folder in by_step(checkpoints) if is_checkpoint(folder)][:most]
+
+
+def by_step(checkpoints: Path) -> list[Path]:
+    """The `step-N` folders, newest first."""
+    return sorted((f for f in checkpoints.glob("step-*") if f.name[5:].isdecimal()), key=step_of, reverse=True)
+
+
+def step_of(folder: Path) -> int:
+    """N of a folder `step-N`."""
+    return int(folder.name[5:])
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a checkpoint was written there to its end."""
+    return (folder / MANIFEST).exists()
 
 
 def note_finished(run_dir: Path, **numbers: int) -> None:

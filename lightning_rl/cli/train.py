@@ -11,6 +11,7 @@ import typer
 from lightning_rl.cli.named_agent import agent_of
 from lightning_rl.cli.sft import supervised
 from lightning_rl.cli.sigterm import ended_by_sigterm
+from lightning_rl.files import newest_checkpoints
 
 if TYPE_CHECKING:
     from lightning_rl.config.from_verl import Note
@@ -255,11 +256,9 @@ def _train(
 
 def _begins_behind(run_dir: Path, settings: "TrainConfig") -> str:
     """Where an interrupted run goes on when it is resumed."""
-    from lightning_rl.training.checkpoint import newest
-
     if not (run_dir / CONFIG).exists():
         return "with the supervised training"
-    if saved := newest(run_dir / "checkpoints", 1):
+    if saved := newest_checkpoints(run_dir / "checkpoints", 1):
         return f"behind {saved[0].name}, its last checkpoint"
     every = settings.trainer.save_freq
     begins = (

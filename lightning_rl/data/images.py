@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from urllib.request import url2pathname
 
-_BEGINNINGS = {b"\x89PNG": "image/png", b"\xff\xd8": "image/jpeg", b"GIF8": "image/gif"}
 _URLS = ("data:", "http://", "https://")
 _STORED = {"bytes", "path"}  # an image, as `datasets` stores it
 
@@ -23,10 +22,11 @@ def as_text(stored: Mapping[str, Any]) -> str | None:
 
 def data_url(content: bytes) -> str | None:
     """The data URL of a PNG, JPEG, GIF or WebP file; None for any other."""
-    kind = next((kind for beginning, kind in _BEGINNINGS.items() if content.startswith(beginning)), None)
-    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
-        kind = "image/webp"
-    return None if kind is None else f"data:{kind};base64,{base64.b64encode(content).decode()}"
+    from lightning_rl_proxy.rendering.images import media_type_of, size_of  # few tasks show any
+
+    if size_of(content) is None:
+        return None
+    return f"data:{media_type_of(content)};base64,{base64.b64encode(content).decode()}"
 
 
 def url_of(image: Any) -> str:

@@ -16,6 +16,7 @@ import torch
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.policies import RunPolicy, base_of_adapter, engine_of_adapters, samples_adapter
+from lightning_rl.files import newest_checkpoints
 from lightning_rl.inference.load import load_model
 from lightning_rl.ppo import batch as step_batch
 from lightning_rl.ppo import reporting, resolved_config, rollout_correction
@@ -246,7 +247,7 @@ class PolicyLearner:
     def _take_checkpoint(self, policy: str) -> None:
         """Take the weights of a policy in one of the run's newest checkpoints, by the seed; where there is none yet, or
         the one is broken, nothing changes."""
-        there = checkpoint.newest(self.run.run_dir / "checkpoints", self.policy.pool)
+        there = newest_checkpoints(self.run.run_dir / "checkpoints", self.policy.pool)
         if not there:
             return
         chosen = random.Random(f"{self.config.data.seed}-{self.run.step}").choice(there)

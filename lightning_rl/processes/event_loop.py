@@ -15,16 +15,18 @@ _log = logging.getLogger(__name__)
 
 
 class AsyncAgents:
-    """Runs awaitables; safe to share between threads."""
+    """Runs awaitables; safe to share between threads. Its loop runs from the first one on."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._loop = _running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: set[asyncio.Task[Any] | None] = set()  # a loop itself keeps no task alive
 
     def submit(self, awaitable: Awaitable[Any]) -> "Future[Any]":
         """Its result in time; cancelling the future cancels the task."""
-        return asyncio.run_coroutine_threadsafe(self._wait(awaitable), self._loop)
+        with self._lock:
+            self._loop = loop = self._loop or _running_loop()
+        return asyncio.run_coroutine_threadsafe(self._wait(awaitable), loop)
 
     async def _wait(self, awaitable: Awaitable[Any]) -> Any:
         task = asyncio.current_task()
@@ -37,6 +39,8 @@ class AsyncAgents:
     def leave_blocked_loop(self) -> None:
         """Go on with a new loop when an agent blocks the present one."""
         loop, answered = self._loop, threading.Event()
+        if loop is None:
+            return
         loop.call_soon_threadsafe(answered.set)
         if answered.wait(_ANSWER_SECONDS):
             return

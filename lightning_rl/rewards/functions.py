@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import difflib
 import inspect
-import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -53,8 +52,7 @@ class RewardFunction:
         self.file = Path(path).expanduser().resolve()
         self.name = name
         self.reward_kwargs = dict(reward_kwargs or {})
-        self._making = threading.Lock()
-        self._made: AsyncAgents | None = None
+        self._async = AsyncAgents()  # one for all calls: clients that the function keeps belong to their loop
         self.function = _function(self.file, name)
         _check_arguments(self.function, self._called(), self.reward_kwargs)
 
@@ -66,14 +64,8 @@ class RewardFunction:
         """
         results = [self._call(rollout) for rollout in rollouts]
         if any(inspect.isawaitable(result) for result in results):
-            results = self._loop().submit(self._gathered(rollouts, results)).result()
+            results = self._async.submit(self._gathered(rollouts, results)).result()
         return [self._rewards(rollout, result) for rollout, result in zip(rollouts, results, strict=True)]
-
-    def _loop(self) -> AsyncAgents:
-        # One for all calls: clients that the function keeps belong to the loop that they were made in.
-        with self._making:
-            self._made = self._made or AsyncAgents()
-            return self._made
 
     def _call(self, rollout: FinishedRollout) -> Any:
         arguments = task_arguments(rollout)

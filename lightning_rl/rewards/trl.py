@@ -7,7 +7,6 @@ each of them gave stands beside it under the function's name.
 import asyncio
 import inspect
 import math
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,8 +60,7 @@ class TrlRewards:
             raise RewardFunctionError(
                 f"{len(self.weights)} weights for {len(given)} reward functions: give one for each"
             )
-        self._making = threading.Lock()
-        self._made: AsyncAgents | None = None
+        self._async = AsyncAgents()
 
     def __call__(self, rollouts: Sequence[FinishedRollout]) -> list[dict[str, float]]:
         """The rewards of a group's rollouts, in their order.
@@ -74,7 +72,7 @@ class TrlRewards:
         arguments = _arguments(rollouts)
         returned = [function(**_taken(function, arguments)) for function in self.functions.values()]
         if any(inspect.isawaitable(each) for each in returned):
-            returned = self._loop().submit(_gathered(returned)).result()
+            returned = self._async.submit(_gathered(returned)).result()
         by_function = {
             name: _numbers(each, name, rollouts) for name, each in zip(self.functions, returned, strict=True)
         }
@@ -92,11 +90,6 @@ class TrlRewards:
             )
         weights = dict(zip(self.functions, self.weights, strict=True))
         return own | {FINAL: math.fsum(weights[name] * value for name, value in own.items())}
-
-    def _loop(self) -> AsyncAgents:
-        with self._making:
-            self._made = self._made or AsyncAgents()
-            return self._made
 
 
 async def _gathered(returned: Sequence[Any]) -> list[Any]:

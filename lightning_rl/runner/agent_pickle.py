@@ -16,7 +16,7 @@ import io
 import pickle
 import sys
 from collections import ChainMap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import Context, ContextVar
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, ClassVar, ForwardRef, Literal, get_origin
@@ -50,17 +50,17 @@ def pickled(agent: Any) -> bytes:
             "script, or in a function with @functools.cache that the agent calls (but a client of the model in each "
             "rollout, whose URL it calls by)"
         ) from error
-    return pickle.dumps(_Sent(buffer.getvalue()))
+    return pickle.dumps(_Sent(_arrived, buffer.getvalue()))
 
 
 class _Sent:
-    """An agent on its way: what arrives is the agent."""
+    """Something on its way, as `content`: what arrives is what `arrived` makes of it."""
 
-    def __init__(self, content: bytes) -> None:
-        self._content = content
+    def __init__(self, arrived: Callable[[bytes], Any], content: bytes) -> None:
+        self._reduced = arrived, (content,)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived, (self._content,)
+        return self._reduced
 
 
 def _arrived(content: bytes) -> Any:
@@ -83,17 +83,8 @@ class _SmallBuffer(io.BytesIO):
         return super().write(content)
 
 
-class _SentApart:
-    """What an annotation names, on its way: what arrives is that, or where it cannot be loaded `Any`."""
-
-    def __init__(self, content: bytes) -> None:
-        self._content = content
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _arrived_apart, (self._content,)
-
-
 def _arrived_apart(content: bytes) -> Any:
+    """What an annotation names, or where it cannot be loaded `Any`."""
     try:
         return pickle.loads(content)
     except Exception:  # noqa: BLE001 - an import that fails, say, of what is only named
@@ -113,7 +104,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file)
         self._annotations = annotations  # whether functions are sent with what theirs name
         self._classes: list[type] = []  # of the script, and in this pickle
-        self._sent_apart: dict[int, _SentApart | None] = {}  # what annotations name, by id
+        self._sent_apart: dict[int, _Sent | None] = {}  # what annotations name, by id
 
     def names_of_script(self) -> dict[str, Any]:
         """The script's classes that were pickled, and what their annotations name."""
@@ -149,14 +140,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         found = {name: self._apart(names[name]) for name in sorted(_names_in_annotations(annotated)) if name in names}
         return {name: sent for name, sent in found.items() if sent is not None}
 
-    def _apart(self, obj: Any) -> "_SentApart | None":
+    def _apart(self, obj: Any) -> "_Sent | None":
         """None for what cannot be sent, or is large."""
         if id(obj) not in self._sent_apart:
             buffer = _SmallBuffer()
             try:
                 _Pickler(buffer, annotations=False).dump(obj)
                 pickle.loads(buffer.getvalue())
-                self._sent_apart[id(obj)] = _SentApart(buffer.getvalue())
+                self._sent_apart[id(obj)] = _Sent(_arrived_apart, buffer.getvalue())
             except Exception:  # noqa: BLE001 - the agent works without; who reads its hints hears of the name
                 self._sent_apart[id(obj)] = None
         return self._sent_apart[id(obj)]

@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from lightning_rl.errors import Explained
+from lightning_rl.files import MANIFEST, by_step, is_checkpoint, step_of
 from lightning_rl.inference.weights import stream
 from lightning_rl.inference.weights.stream import WeightStream
 from lightning_rl.training import state as states
@@ -31,10 +32,9 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",  # of models that see
 )  # fmt: skip
-_MANIFEST = "manifest.json"
 _STATE = "training_state"
 _LARGE = 2**20
-_OURS = (_MANIFEST, _STATE)
+_OURS = (MANIFEST, _STATE)
 
 
 class CheckpointError(Explained, OSError):
@@ -69,8 +69,8 @@ def save(folder: Path, *, export: Callable[[Path], None], state: dict[str, Any])
         files = _files(partial)
         with ThreadPoolExecutor() as threads:  # hashing and syncing let go of the GIL
             entries = dict(zip(files, threads.map(_synced, (partial / name for name in files)), strict=True))
-        (partial / _MANIFEST).write_bytes(msgspec.json.encode(Manifest(files=entries)))
-        _sync(partial / _MANIFEST)
+        (partial / MANIFEST).write_bytes(msgspec.json.encode(Manifest(files=entries)))
+        _sync(partial / MANIFEST)
         _put(partial, folder)
     return folder
 
@@ -94,23 +94,17 @@ def latest(checkpoints: Path) -> Path | None:
     return next(_whole(checkpoints), None)
 
 
-def newest(checkpoints: Path, most: int) -> list[Path]:
-    """The `most` newest checkpoints among the `step-N` folders of `checkpoints`, the newest first; their files are not
-    looked at (`fault`)."""
-    return [folder for folder in _by_step(checkpoints) if _is_checkpoint(folder)][:most]
-
-
 def fault(folder: Path) -> str | None:
     """What is wrong with a checkpoint, or None: every file is there, as long as it was, and with its checksum."""
     try:
-        written = (folder / _MANIFEST).read_bytes()
+        written = (folder / MANIFEST).read_bytes()
         manifest = msgspec.json.decode(written, type=Manifest)
     except FileNotFoundError:
-        return f"{_MANIFEST} is missing"
+        return f"{MANIFEST} is missing"
     except (OSError, UnicodeDecodeError, msgspec.MsgspecError) as error:
-        return f"{_MANIFEST} cannot be read ({error})"
+        return f"{MANIFEST} cannot be read ({error})"
     if msgspec.json.encode(manifest) != written:
-        return f"{_MANIFEST} was changed"
+        return f"{MANIFEST} was changed"
     with ThreadPoolExecutor() as threads:
         faults = threads.map(lambda named: _fault_of(folder, *named), manifest.files.items())
         return next((reason for reason in faults if reason is not None), None)
@@ -133,11 +127,11 @@ def prune(checkpoints: Path, keep: int | None, protect: Collection[Path] = ()) -
     """
     for leftover in checkpoints.glob("step-*.partial"):
         shutil.rmtree(leftover)
-    written = [folder for folder in _by_step(checkpoints) if _is_checkpoint(folder)]
+    written = [folder for folder in by_step(checkpoints) if is_checkpoint(folder)]
     if keep is None or len(written) <= keep:
         return
     newest = next(_whole(checkpoints), None)
-    older = [] if newest is None else [folder for folder in written if _step(folder) < _step(newest)]
+    older = [] if newest is None else [folder for folder in written if step_of(folder) < step_of(newest)]
     protected = {folder.resolve() for folder in protect}
     for folder in reversed(older[keep - 1 :]):
         if folder.resolve() not in protected:
@@ -197,7 +191,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def _whole(checkpoints: Path) -> Iterator[Path]:
     """The whole checkpoints, newest first; warns of the others."""
-    for folder in _by_step(checkpoints):
+    for folder in by_step(checkpoints):
         wrong = fault(folder)
         if wrong is None:
             yield folder
@@ -205,19 +199,6 @@ def _whole(checkpoints: Path) -> Iterator[Path]:
             _log.warning(
                 "checkpoint %s is broken and passed over: %s; bring it back, or delete the folder", folder, wrong
             )
-
-
-def _by_step(checkpoints: Path) -> list[Path]:
-    """The `step-N` folders, newest first."""
-    return sorted((f for f in checkpoints.glob("step-*") if f.name[5:].isdecimal()), key=_step, reverse=True)
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name[5:])
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    return (folder / _MANIFEST).exists()
 
 
 def _fault_of(folder: Path, name: str, file: File) -> str | None:

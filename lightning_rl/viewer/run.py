@@ -15,6 +15,7 @@ import msgspec
 
 from lightning_rl.config.schema import TrainConfig
 from lightning_rl.errors import Explained
+from lightning_rl.files import newest_checkpoints
 from lightning_rl.inspect import folder
 from lightning_rl.inspect.recorded import RUN_ID, STORE, NotRecorded
 from lightning_rl.inspect.rollout_source import PagedStore
@@ -246,7 +247,9 @@ class ViewedRun:
         return {} if self.run_dir is None else run_folder.config(self.run_dir)
 
     def _checkpoint(self) -> str | None:
-        return None if self.run_dir is None else run_folder.newest_checkpoint(self.run_dir)
+        """The name of the one that the run would go on from, if any."""
+        folders = [] if self.run_dir is None else newest_checkpoints(self.run_dir / "checkpoints", 1)
+        return folders[0].name if folders else None
 
     def _rows(self) -> list[dict[str, float]]:
         return [] if self.run_dir is None else run_folder.metrics(self.run_dir)

@@ -138,13 +138,6 @@ def state(run_dir: Path) -> str:
     return "finished" if ended else "stopped"
 
 
-def newest_checkpoint(run_dir: Path) -> str | None:
-    """The name of the folder with which a resumed run would begin; None where it has none."""
-    from lightning_rl.training import checkpoint  # loads torch
-
-    return next((folder.name for folder in checkpoint.newest(run_dir / "checkpoints", 1)), None)
-
-
 def evaluations(run_dir: Path) -> list[str]:
     """What a baseline measured on each of its datasets, in words; none of another run, or before it ended. Raises
     NotRecorded."""

@@ -210,8 +210,12 @@ def image_of(where: str, data: bytes, media_type: str | None = None) -> Image:
         raise _refused(f"{where} is no PNG, JPEG, GIF or WebP image")
     if size[0] * size[1] > _MAX_PIXELS:
         raise _refused(f"{where} has {size[0]} x {size[1]} pixels; at most {_MAX_PIXELS} are read: send it smaller")
-    mime_type = media_type or next(name for begin, name in _BEGINNINGS.items() if data.startswith(begin))
-    return Image(hashlib.sha256(data).hexdigest(), mime_type, data, size)
+    return Image(hashlib.sha256(data).hexdigest(), media_type or media_type_of(data), data, size)
+
+
+def media_type_of(data: bytes) -> str:
+    """The media type of a PNG, JPEG, GIF or WebP file (`size_of` tells whether it is one), by how it begins."""
+    return next(name for begin, name in _BEGINNINGS.items() if data.startswith(begin))
 
 
 def size_of(data: bytes) -> tuple[int, int] | None:

@@ -153,7 +153,7 @@ def test_an_error_ends_the_others_of_its_group(load) -> None:
     )
     with pytest.raises(KeyError):
         scored(group("slow", "bad"))
-    assert scored._loop().submit(_nothing()).result(20) is None  # what was cancelled has ended by then
+    assert scored._async.submit(_nothing()).result(20) is None  # what was cancelled has ended by then
     assert scored.function.__globals__["ended"] == ["slow"]
 
 

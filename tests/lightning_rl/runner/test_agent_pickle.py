@@ -119,6 +119,16 @@ def test_type_hints_and_pickles_of_a_script_are_read_there(tmp_path: Path) -> No
     assert read == "['kind', 'of'] True ['merge', 'add'] [True, [set(), {'one': typing.Any}]] True the runner's\n"
 
 
+def test_a_process_that_is_no_runner_keeps_its_own_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "script.py").write_text(HINTS)
+    made = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, check=True).stdout
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    vars(main)["Item"] = "its own"
+    pickle.loads(made)
+    assert (sys.modules["__main__"], vars(main)["Item"], vars(main)["Kind"].__name__) == (main, "its own", "Kind")
+
+
 SENTINELS = """
 import collections, dataclasses, sys, types
 from lightning_rl.runner.agent_pickle import pickled
