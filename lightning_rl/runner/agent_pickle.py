@@ -45,10 +45,10 @@ def pickled(agent: Any) -> bytes:
         pickler.dump(pickler.names_of_script())
     except _FAILURES as error:
         raise AgentNotPicklable(
-            f"the agent cannot be sent to the processes that run it: {error}. It uses something that stays in this "
-            "process, such as a connection, a lock or an open file: make it within the agent, in a module beside the "
-            "script, or in a function with @functools.cache that the agent calls (but a client of the model in each "
-            "rollout, whose URL it calls by)"
+            f"the agent cannot be sent to the processes that run it: {error}{pickler.where()}. It uses something that "
+            "stays in this process, such as a connection, a lock or an open file: make it within the agent, in a "
+            "module beside the script, or in a function with @functools.cache that the agent calls (but a client of "
+            "the model in each rollout, whose URL it calls by)"
         ) from error
     return pickle.dumps(_Sent(_arrived, buffer.getvalue()))
 
@@ -104,6 +104,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         super().__init__(file)
         self._annotations = annotations  # whether functions are sent with what theirs name
         self._classes: list[type] = []  # of the script, and in this pickle
+        self._globals: dict[str, Any] = {}  # that functions in this pickle use
         self._sent_apart: dict[int, _Sent | None] = {}  # what annotations name, by id
 
     def names_of_script(self) -> dict[str, Any]:
@@ -112,6 +113,16 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         for each in self._classes:
             names |= self._in_annotations(each, script)
         return names | {each.__name__: each for each in self._classes if script.get(each.__name__) is each}
+
+    def where(self) -> str:
+        """The first global value that cannot be sent, as part of an error. Empty where none is found."""
+        for name, value in self._globals.items():
+            try:
+                _Pickler(io.BytesIO(), annotations=False).dump(value)
+            except _FAILURES:
+                if not isinstance(value, FunctionType | type):  # of which what they use is the cause
+                    return f", in {name!r} of the script (a {type(value).__module__}.{type(value).__qualname__})"
+        return ""
 
     def _place_of_sentinel(self, obj: Any) -> tuple[str, str] | None:
         """The module and the name there of an object without state that a module holds: only its identity means
@@ -167,9 +178,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if (place := self._place_of_sentinel(obj)) is not None:
             return _at, (*place, kind)
         reduced = super().reducer_override(obj)
-        if self._annotations and isinstance(obj, FunctionType) and isinstance(reduced, tuple):
+        if isinstance(obj, FunctionType) and isinstance(reduced, tuple):
             _, held = reduced[2]
-            held["__globals__"] = self._in_annotations(obj, obj.__globals__) | held["__globals__"]
+            self._globals |= held["__globals__"]
+            if self._annotations:
+                held["__globals__"] = self._in_annotations(obj, obj.__globals__) | held["__globals__"]
         return reduced
 
 

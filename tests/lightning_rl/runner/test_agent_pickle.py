@@ -201,6 +201,20 @@ def test_what_cannot_be_sent_is_named_with_what_to_do(held: Any, why: str) -> No
         pickled(by_value(held=held))
 
 
+def test_the_global_that_cannot_be_sent_is_named() -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
+
+    script = {"__name__": "__main__", "fine": 1, "holder": Holder()}
+    exec(
+        "def used(): return fine, holder\nclass Tool:\n def run(self): return used()\ndef agent(): return Tool()",
+        script,
+    )
+    with pytest.raises(AgentNotPicklable, match=r"in 'holder' of the script \(a .*Holder\)"):
+        pickled(script["agent"])
+
+
 SCRIPT = """
 import functools, pickle, sys
 import openai
