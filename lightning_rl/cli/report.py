@@ -8,6 +8,7 @@ import typer
 
 def run(
     folder: Annotated[Path | None, typer.Argument(help="The run's folder; by default the newest below runs/.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The same: the run's folder.")] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The file, or its folder; by default report.html in the run's folder."),
@@ -25,7 +26,9 @@ def run(
     from lightning_rl.inspect.recorded import newest_run
     from lightning_rl.viewer.report import write
 
-    run_dir = folder or newest_run()
-    file = write(run_dir, output or run_dir)
+    if folder is not None and run_dir is not None:
+        raise typer.BadParameter("the run's folder is given twice: leave --run-dir out")
+    shown = folder or run_dir or newest_run()
+    file = write(shown, output or shown)
     size = f" ({file.stat().st_size / 1e6:.1f} MB)" if file.is_file() else ""
     typer.echo(f"{file}{size}", err=is_standard_output(file))

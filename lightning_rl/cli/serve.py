@@ -400,8 +400,11 @@ def _tell(settings: "ServerSettings", url: str, *, made_key: bool) -> None:
     from lightning_rl.store.databases import shown
 
     folder = Path(settings.run_dir)
+    engines = [" ".join(filter(None, (engine.kind, engine.model, engine.url))) for engine in settings.engines]
+    none_yet = f"none: calls get 503 until lightning-rl train --server {url} brings its own; --engine names one"
     lines = [
         f"lightning-rl serves {settings.model} at {url}",
+        f"engines     {', '.join(engines) or none_yet}",
         f"store       {shown(settings.store)}",
         f"journal     {folder / JOURNAL}",
         f"log         {folder / LOG}",

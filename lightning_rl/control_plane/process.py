@@ -33,6 +33,7 @@ from lightning_rl.control_plane.gateways.cluster_rpc import peer_key
 from lightning_rl.control_plane.gateways.engine_registration import attacher
 from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.gateways.membership import LEASE_SECONDS, Membership
+from lightning_rl.control_plane.gateways.resolve import MAIN_LLM, PROXY_LLM
 from lightning_rl.control_plane.gateways.server_info import info_of, store_id
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.control_plane.protocol import protocol
@@ -300,7 +301,7 @@ async def _app(
         tokenizing_threads=cores(),
     )
 
-    await sql.run(_publish_policy, store, settings.model)
+    await sql.run(_publish_policy, store, settings.model, {engine.model for engine in settings.engines})
     app = create_app(
         store,
         gateway,
@@ -348,12 +349,20 @@ def _gateway_id(run_dir: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def _publish_policy(store: SqlStore, model: str) -> None:
-    """Rollouts get the policy as `main_llm` even where no algorithm has published anything."""
+def _publish_policy(store: SqlStore, model: str, served: set[str]) -> None:
+    """Rollouts get the policy as `main_llm` even where no algorithm has published anything, and also where what was
+    published is the policy of an earlier server of this store, with another model that is not served here."""
+    own = {MAIN_LLM: {"type": PROXY_LLM, "model": model}}
     try:
-        store.resources("latest")
+        latest = store.resources("latest").resources
     except NotFound:
-        store.publish(ResourcesRequest(resources={"main_llm": {"type": "proxy_llm", "model": model}}))
+        store.publish(ResourcesRequest(resources=own))
+        return
+    former = latest.get(MAIN_LLM, {}).get("model")
+    is_of_a_server = latest == {MAIN_LLM: {"type": PROXY_LLM, "model": former}}
+    if is_of_a_server and former not in {model, *served} and not store.shared and not store.remembered_runs(""):
+        _log.warning("rollouts get the model %s: no engine here serves %s, which they got before", model, former)
+        store.publish(ResourcesRequest(resources=own))
 
 
 class _Server(uvicorn.Server):

@@ -30,6 +30,7 @@ from lightning_rl.agents.agent import Agent, run_agent
 from lightning_rl.agents.emitted import Emitted
 from lightning_rl.processes.child import how_it_ended
 from lightning_rl.processes.event_loop import AsyncAgents
+from lightning_rl.processes.exit_handlers import forget_exit_handlers, run_exit_handlers
 from lightning_rl.runner import outcome
 from lightning_rl.runner.executors import AgentRun, Done, Spawn
 from lightning_rl.runner.outcome import Outcome
@@ -315,10 +316,12 @@ def _be_a_rollout(agent: Agent, conn: int, stdout: int, stderr: int) -> NoReturn
         sys.stdout, sys.stderr = _stream(stdout, 1), _stream(stderr, 2)
         faulthandler.enable()
         _seed_anew()
+        forget_exit_handlers()
         with socket.socket(fileno=conn) as runner:
             claim = _received(runner)
             threading.Thread(target=_end_with, args=(runner,), daemon=True).start()
             runner.sendall(_framed(msgspec.msgpack.encode(_run(agent, claim))))
+            run_exit_handlers()
             os._exit(0)
     except BaseException:  # noqa: BLE001 - what is wrong with us is told, and costs this rollout alone
         _log.exception("the process of a rollout failed")

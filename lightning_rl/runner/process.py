@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 from lightning_rl.processes.child import TellAlarms, tell
+from lightning_rl.processes.exit_handlers import run_exit_handlers
 from lightning_rl.runner import isolated, output_capture
 from lightning_rl.runner.delivery import SpanDelivery
 from lightning_rl.runner.executors import Executor, InProcess
@@ -122,6 +123,7 @@ class _Process:
         worker.give_back()
         if not active.wait_until_finished(_FINISH_SECONDS):
             _log.warning("stopped before every result was taken")
+        run_exit_handlers()
         _end_process_group()
         # Threads of agents may hang for ever; they must not keep the process.
         os._exit(1 if self._failed.is_set() else 0)

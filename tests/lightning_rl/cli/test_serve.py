@@ -87,7 +87,8 @@ def refusal(place: Path, *words: str, **given: str) -> str:
     import lightning_rl.control_plane.process  # noqa: F401  # loaded once, not in every fork
 
     with tempfile.TemporaryDirectory() as output:
-        done = forked(place, Path(output), ["serve", "--model", "policy", *words], environment(**given))
+        port = [] if "--port" in words else ["--port", "0"]  # 8080 may be in use
+        done = forked(place, Path(output), ["serve", "--model", "policy", *port, *words], environment(**given))
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1 + done.stderr.count("\ntokenizer "), done.stderr

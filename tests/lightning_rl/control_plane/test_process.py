@@ -25,7 +25,7 @@ from lightning_rl.control_plane import process
 from lightning_rl.control_plane.launch import ServerNotStarted, launch, loading
 from lightning_rl.processes.child import ChildDied
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.contract import ErrorInfo, Finish, RolloutConfig, RolloutRequest
+from lightning_rl.store.contract import ErrorInfo, Finish, ResourcesRequest, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Conflict
 from lightning_rl.store.sql import SqlStore
 from lightning_rl_adapters.call import Call, to_span
@@ -55,6 +55,24 @@ def test_a_server_runs_as_long_as_its_block_and_keeps_what_it_answered(tmp_path)
             check_for_long(serving)
     with launch(tmp_path, policy_of(), admin_key="a", runner_key="r") as serving:
         assert HttpStore(serving.url, "a").rollout("r1").reward == 1.0
+
+
+def test_a_server_with_another_model_gives_rollouts_that_one_unless_somebody_published_what_they_get(tmp_path) -> None:
+    def model_given(model: str, *served: str) -> str:
+        process._publish_policy(store, model, set(served))
+        return store.resources("latest").resources["main_llm"]["model"]
+
+    with contextlib.closing(SqlStore(f"sqlite:///{tmp_path}/run.db")) as store:
+        assert model_given("small") == "small"
+        assert model_given("large") == "large"
+        assert model_given("small", "large") == "large", "an engine serves it"
+        store.remember_run("", "run", "{}")
+        assert model_given("small") == "large", "it is perhaps the run's"
+        store.forget_run("", "run")
+        assert model_given("small") == "small"
+        published = {"main_llm": {"type": "proxy_llm", "model": "judge"}, "prompt": {"type": "prompt", "text": "p"}}
+        store.publish(ResourcesRequest(resources=published))
+        assert model_given("small") == "judge"
 
 
 def test_a_server_outlasts_its_clients_connections_and_has_room_for_many(tmp_path) -> None:

@@ -11,6 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from lightning_rl.cli import doctor as command
+from lightning_rl.cli import report as report_command
 from lightning_rl.errors import Explained
 from lightning_rl.inspect import doctor, draw
 from lightning_rl.inspect.doctor import Finding, diagnose
@@ -558,9 +559,10 @@ def test_the_worst_comes_first_and_each_says_what_to_do(tmp_path: Path) -> None:
     assert [finding["severity"] for finding in as_json["findings"]] == ["stops learning", "look at it"]
 
 
-def test_two_folders_are_one_too_many(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told_twice", [command, report_command])
+def test_two_folders_are_one_too_many(tmp_path: Path, told_twice: Any) -> None:
     app = typer.Typer()
-    app.command()(command.run)
+    app.command()(told_twice.run)
     done = CliRunner().invoke(app, [str(tmp_path), "--run-dir", str(tmp_path)])
     assert done.exit_code == 2
     assert "given twice" in done.output

@@ -14,6 +14,7 @@ from lightning_rl.agents.agent import as_agent
 from lightning_rl.processes.child import ChildDied
 from lightning_rl.runner.launch import launch, shares
 from lightning_rl.store.contract import RolloutConfig, RolloutRequest
+from tests.lightning_rl.runner.runs import asked
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])  # children cannot import a test
 
@@ -178,6 +179,24 @@ def test_agents_of_a_stopped_runner_clean_up(server, tmp_path) -> None:
     for rollout in rollouts:
         assert server.store.rollout(rollout.rollout_id).status == "queued"
         server.store.cancel(rollout.rollout_id)
+
+
+@pytest.mark.parametrize("isolation", ["thread", "process"])
+def test_what_an_agent_registers_with_atexit_runs_once_and_where_it_was_registered(server, tmp_path, isolation) -> None:
+    def agent(task, llm):
+        import atexit
+        import os
+        import pathlib
+
+        @atexit.register
+        def flush():
+            pathlib.Path(f"{task}-{os.getpid()}").touch()
+
+        return float(os.getpid())
+
+    with asked(server, tmp_path, agent, [str(tmp_path / name) for name in "ab"], 1, isolation) as rollouts:
+        pids = [int(rollout.reward) for rollout in rollouts.ended()]
+    assert sorted(file.name for file in tmp_path.glob("[ab]-*")) == [f"a-{pids[0]}", f"b-{pids[1]}"]
 
 
 def gone(pid: int) -> bool:
