@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from lightning_rl.compat.lightning_store import LightningStore, LightningStoreClient, ResourcesUpdate
     from lightning_rl.compat.llm_proxy import LLMProxy
     from lightning_rl.compat.messages import TraceToMessages
+    from lightning_rl.errors import InfrastructureError
     from lightning_rl.ppo_algorithm import PPO, VERL
     from lightning_rl.sft_algorithm import SFT
     from lightning_rl.store.contract import Rollout, RolloutConfig, RolloutRequest
@@ -96,6 +97,7 @@ _HOME = {
     "Endpoint": "lightning_rl.algorithms.base",
     "Baseline": "lightning_rl.algorithms.baseline",
     "CommandAgent": "lightning_rl.command_agent.agent",
+    "InfrastructureError": "lightning_rl.errors",
     "PPO": "lightning_rl.ppo_algorithm",
     "SFT": "lightning_rl.sft_algorithm",
     "VERL": "lightning_rl.ppo_algorithm",
@@ -136,6 +138,7 @@ __all__ = [
     "Endpoint",
     "Forest",
     "Hook",
+    "InfrastructureError",
     "LLMProxy",
     "LightningStore",
     "LightningStoreClient",

@@ -11,7 +11,11 @@ class Explained(Exception):
 
 
 class InfrastructureError(Explained, RuntimeError):
-    """Something that an agent needs is not there, by no fault of its own: its rollout is tried again."""
+    """Something that an agent needs is not there, by no fault of its own: its rollout is tried again.
+
+    Raise it for a service of your own that is away. Any other exception of an agent is the agent's, and counts as
+    `algorithm.agent_failure` says.
+    """
 
 
 class WorkerDied(Explained, RuntimeError):
