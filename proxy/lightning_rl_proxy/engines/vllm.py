@@ -250,6 +250,7 @@ class TokenEngine:
     def _parameters(self, sampling: Sampling) -> dict[str, Any]:
         parameters: dict[str, Any] = msgspec.to_builtins(sampling)
         parameters.pop("stop", None)
+        parameters.pop("priority", None)  # it is the request's
         if self.kind == "vllm":
             parameters["detokenize"] = False
         if (json_schema := parameters.pop("json_schema", None)) is not None:

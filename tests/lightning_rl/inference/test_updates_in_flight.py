@@ -63,6 +63,15 @@ def test_a_stream_says_what_a_whole_answer_says(served: Served) -> None:
     assert served.gateway.state()["models"]["checkpoint"]["tokens_received"] == 2 * len(one.response_ids)
 
 
+def test_every_setting_that_the_gateway_takes_for_it_is_taken(served: Served) -> None:
+    neutral = {"min_p": 0.0, "repetition_penalty": 1.0}
+    own = {"top_k": 5, "stop_token_ids": [7], "priority": 2, **neutral}
+    asked: dict[str, Any] = {"top_p": 0.9, "seed": 1, "max_tokens": 3, "stop": ["FROM"], "logprobs": True}
+    answer = client(served).chat.completions.create(model="m", messages=[USER], extra_body=own, **asked)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 3
+
+
 def test_a_stop_string_ends_the_engines_work(served: Served, policy: EmbeddedPolicy) -> None:
     answer = client(served).chat.completions.create(model="m", messages=[USER], temperature=0, stop=["FROM"])
     assert answer.choices[0].message.content is not None

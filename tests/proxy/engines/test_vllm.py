@@ -120,6 +120,12 @@ def test_what_holds_an_answer_is_said_by_vllms_names(
     assert not {"regex", "choice", "grammar", "json_schema"} & asked.keys()
 
 
+def test_a_priority_is_the_requests(wire: Wire) -> None:
+    sample(wire, priority=2)
+    assert wire.asked["priority"] == 2
+    assert "priority" not in wire.asked["sampling_params"]
+
+
 def test_tokens_go_in_and_come_out(wire: Wire) -> None:
     tokens, finish = sample(wire)
     assert wire.asked["token_ids"] == [5]
