@@ -1,4 +1,4 @@
-"""The pages for those who come from TRL and from verifiers are true: their scripts train, and the keys they name are there."""
+"""Pages for those who come from TRL and verifiers are true: their scripts train, and the keys they name are there."""
 
 import importlib.util
 import json
