@@ -55,6 +55,7 @@ _ORDERS = "Trainer(agent).fit(algorithm, tasks), or Trainer(algorithm=algorithm)
 
 
 _LOOPBACK = "127.0.0.1"
+_LARGE_AGENT = 100_000_000  # bytes
 _RUN_ID = "run.id"  # in the run folder
 _ID_BYTES = 5  # of a run's id, which is chosen without asking a server that has had many
 _SESSIONS = "run.sessions"  # of one that attaches to a server: its trainers' sessions, by which copies are told apart
@@ -203,7 +204,13 @@ class Trainer:
         datasets = dataset_of(train_dataset, "train_dataset"), dataset_of(val_dataset, "val_dataset")
         tasks, held_out = algorithm.prepare(*datasets)
         if agent is not None and self.n_runners != 0 and not (self.n_runners is None and self._attaches):
-            pickled(agent)  # what cannot be sent is said before there is a run folder
+            size = len(pickled(agent))  # what cannot be sent is said before there is a run folder
+            if size > _LARGE_AGENT:
+                _log.warning(
+                    "the agent takes %d MB, and each runner process gets a copy of it: put what is large, such as a "
+                    "dataset or a model, into a module that the agent imports",
+                    size / 1e6,
+                )
         if self.run_dir is None or not self._fixed_run_dir:
             self.run_dir = algorithm.run_folder()
         run_dir = self.run_dir

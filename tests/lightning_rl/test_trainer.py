@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import lightning_rl as lrl
+from lightning_rl import trainer
 from lightning_rl.files import RunFolderUnusable, make_run_dir
 from lightning_rl.processes.service_keys import RUNNER_KEY
 from lightning_rl.runner.agent_pickle import AgentNotPicklable
@@ -77,6 +78,17 @@ def test_an_agent_that_cannot_be_sent_leaves_a_folder_that_the_next_one_can_use(
     with pytest.raises(AgentNotPicklable, match="a lock"):
         lrl.Trainer(lambda task: float(lock.locked()), run_dir=tmp_path / "run").fit(lrl.Baseline(), [1])
     assert not (tmp_path / "run").exists()
+
+
+def test_an_agent_that_is_large_to_send_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(trainer, "_LARGE_AGENT", 2_000_000)
+    held = bytes(3_000_000)
+    with pytest.raises(RunFolderUnusable):
+        lrl.Trainer(lambda task: float(len(held)), run_dir=tmp_path / "file").fit(lrl.Baseline(), [1])
+    assert "the agent takes 3 MB, and each runner process gets a copy of it" in caplog.text
 
 
 def test_a_run_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
