@@ -1,5 +1,6 @@
 """The account of tokens, held against what gateways counted: checked after every step, whatever is in flight."""
 
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
@@ -7,15 +8,21 @@ from lightning_rl.config.policies import named
 from lightning_rl.ppo.batch import StepBatch
 from lightning_rl.store.run_store import RunStore
 from lightning_rl.trajectories.token_account import ConservationError, TokenAccount
-from lightning_rl.trajectories.trajectory import Trajectory
+from lightning_rl.trajectories.trace_views import why_excluded
+from lightning_rl.trajectories.trajectory import Trajectory, trajectory_of
 from lightning_rl_proxy.recording.ledger import AttemptTokens
+
+_LATE_SECONDS = 30.0  # for a gateway that stood still to store what its calls came to
+_AGAIN_SECONDS = 0.2
 
 
 class TokenLedger:
     """An account with what it is held against: the tokens that gateways counted for the rollouts of this run, and those
     that agents' own spans told of.
 
-    An attempt whose gateway is gone counts with what is recorded of it. Invariant: a rollout that was asked for is in
+    An attempt whose gateway is gone counts with what is recorded of it. Where such a gateway only stood still, it may
+    record calls of an attempt that was superseded in the meantime, behind the reading of its rollout: these are read
+    when they are stored, and excluded. Invariant: a rollout that was asked for is in
     flight until it is entered, once, as trained or excluded.
     """
 
@@ -62,7 +69,7 @@ class TokenLedger:
         """
         if forgotten := sorted(self._pending.difference(in_flight)):
             raise ConservationError(f"rollouts were neither trained nor excluded, and are not in flight: {forgotten}")
-        counted = self._store.tokens_of(sorted([*self._pending, *self._entered]))
+        counted = self._counted()
         wrong = self._receive(counted)
         pending = sum(self._handed_over(each) for each in counted.values() if each.rollout_id in self._pending)
         pending += sum(_of_others(recorded, counted) for recorded in self._ended.values())
@@ -79,6 +86,44 @@ class TokenLedger:
         if trajectory.rollout_id not in self._checked and trajectory.rollout_id not in self._entered:
             self._entered[trajectory.rollout_id] = trajectory.recorded_tokens
             self.account.receive_spans(trajectory.span_tokens)
+
+    def _counted(self) -> Mapping[str, AttemptTokens]:
+        """What gateways counted, once what attempts that do not count recorded late is entered."""
+        until = time.monotonic() + _LATE_SECONDS
+        while True:
+            counted = self._store.tokens_of(sorted([*self._pending, *self._entered]))
+            behind = {
+                attempt_id: each.rollout_id
+                for attempt_id, each in counted.items()
+                if each.rollout_id in self._entered and self._unrecorded(attempt_id, each) > 0
+            }
+            if not behind or not self._read_late(behind, counted) or time.monotonic() > until:
+                return counted
+            time.sleep(_AGAIN_SECONDS)
+
+    def _read_late(self, behind: Mapping[str, str], counted: Mapping[str, AttemptTokens]) -> bool:
+        """Enter what is recorded by now of these attempts, but for those that count; whether more is to come."""
+        more = False
+        for rollout_id, trace in self._store.traces(sorted(set(behind.values()))).items():
+            read = trajectory_of(trace, agent_failure=None, model=self.account.model)
+            for each in trace.attempts:
+                attempt_id = each.attempt.attempt_id
+                reason = why_excluded(trace.rollout, each.attempt)
+                if attempt_id not in behind or reason is None or attempt_id == trace.rollout.counting_attempt_id:
+                    continue
+                before = self._entered[rollout_id].get(attempt_id, 0)
+                missing = self._unrecorded(attempt_id, counted[attempt_id])
+                late = min(read.recorded_tokens[attempt_id] - before, missing)
+                if late > 0:
+                    self.account.exclude(reason, late)
+                    self._entered[rollout_id] = {**self._entered[rollout_id], attempt_id: before + late}
+                more = more or late < missing
+        return more
+
+    def _unrecorded(self, attempt_id: str, attempt: AttemptTokens) -> int:
+        """Tokens that were handed over, and neither given up nor recorded when the rollout was read."""
+        given_up = attempt.lost.get(self.account.model, 0)
+        return self._handed_over(attempt) - given_up - self._entered[attempt.rollout_id].get(attempt_id, 0)
 
     def _receive(self, counted: Mapping[str, AttemptTokens]) -> list[str]:
         """Enter what engines handed over for the rollouts that were entered since the last check; those of which the

@@ -7,13 +7,16 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from lightning_rl.ppo import token_ledger
 from lightning_rl.ppo.batch import BatchRules
 from lightning_rl.ppo.token_ledger import RunLedger, TokenLedger
+from lightning_rl.store.contract import RolloutTrace
 from lightning_rl.trajectories.token_account import ConservationError, TokenAccount
-from lightning_rl.trajectories.trajectory import Trajectory
+from lightning_rl.trajectories.trajectory import Trajectory, trajectory_of
 from lightning_rl_proxy.recording.ledger import AttemptTokens
 from tests.adapters.forests import make_call
 from tests.lightning_rl.ppo.test_batch import build, rollout
+from tests.lightning_rl.trajectories.test_trajectory import trace
 
 
 class Counted:
@@ -21,9 +24,13 @@ class Counted:
 
     def __init__(self, **received: int) -> None:
         self.attempts = {name: AttemptTokens(rollout_id=name, received={"m": n}) for name, n in received.items()}
+        self.stored: list[RolloutTrace] = []  # what each reading of a trace finds
 
     def tokens_of(self, rollout_ids: Sequence[str]) -> dict[str, AttemptTokens]:
         return {name: each for name, each in self.attempts.items() if each.rollout_id in rollout_ids}
+
+    def traces(self, rollout_ids: Sequence[str]) -> dict[str, RolloutTrace]:
+        return {name: self.stored.pop(0) for name in rollout_ids if self.stored}
 
     def state(self) -> dict[str, Any]:
         return {"counters": {"fork_edited_text": 2, "calls": 9}}
@@ -142,6 +149,36 @@ def test_a_rollout_whose_records_lack_tokens_is_named() -> None:
     assert lost.value.__notes__ == [
         "these rollouts do not hold what engines handed over for them: b (received 5, recorded 3)"
     ]
+
+
+@pytest.mark.parametrize("stored", [[3, 5], [5]])
+def test_what_a_superseded_attempt_records_behind_the_reading_of_its_rollout_is_excluded(
+    stored: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(first: int) -> RolloutTrace:
+        return trace([make_call(0, None, response=first)], [make_call(0, None, response=4)], counting=1)
+
+    monkeypatch.setattr(token_ledger, "_AGAIN_SECONDS", 0.0)
+    gateways = Counted()
+    gateways.attempts = {f"a{i}": AttemptTokens(rollout_id="r", received={"m": n}) for i, n in enumerate((5, 4))}
+    gateways.stored = [read(first) for first in stored]
+    books = ledger(gateways, "r")
+    books.exclude(trajectory_of(read(3), agent_failure=None, model="m"), "stale")
+    told = books.check()
+    assert (told["tokens/received"], told["tokens/excluded/superseded"]) == (9.0, 5.0)
+    assert gateways.stored == []
+
+
+def test_what_the_attempt_that_counts_does_not_hold_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_ledger, "_AGAIN_SECONDS", 1e6)
+    gateways = Counted()
+    gateways.attempts = {"a0": AttemptTokens(rollout_id="r", received={"m": 5})}
+    whole = trace([make_call(0, None, response=3)], counting=0)
+    gateways.stored = [whole]
+    books = ledger(gateways, "r")
+    books.exclude(trajectory_of(whole, agent_failure=None, model="m"), "stale")
+    with pytest.raises(ConservationError):
+        books.check()
 
 
 def test_the_policies_of_a_run_have_accounts_of_their_own_and_one_together() -> None:
