@@ -69,8 +69,8 @@ def _agent(run_dir: Path, config: "TrainConfig | None", named: str | None) -> "A
     own, configured = (None, []) if config is None else (config.agent, configured_agents(config))
     if own is None and not configured:
         raise AgentNotFound(
-            f"the run in {run_dir.resolve()} was started by a script, which names no agent: give --agent "
-            "module:function or --agent path/to/file.py:function"
+            f"the run in {run_dir.resolve()} names no agent, since it was started by a script or at a server: give "
+            "--agent module:function or --agent path/to/file.py:function"
         )
     return agent_of_run(None if own is None else load_agent(own), configured)
 

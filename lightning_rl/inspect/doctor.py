@@ -321,7 +321,8 @@ def _infrastructure(evidence: Evidence) -> Finding | None:
         severity="slows learning" if share >= RETRIED else "look at it",
         number=share,
         told=f"{count} of {evidence.attempts} attempts were lost to infrastructure ({kinds})",
-        advice="look into runner-*.log and server.log of the run's folder; docs/troubleshooting.md has the usual",
+        advice="look into runner-*.log and server.log, in the run's folder or where server and runners were started; "
+        "docs/troubleshooting.md has the usual",
         rollout=next(reversed(evidence.infrastructure.values())).rollout,
     )
 
