@@ -294,7 +294,7 @@ class Trainer:
         """The store of the server that the run is at, its runners' key, and the server where it is a child of ours."""
         if child is None:
             stores, runner_key = self._elsewhere(parts), self._runner_key or ""
-            check_servers(stores, endpoint)
+            _write_stores(run_dir, check_servers(stores, endpoint))
             if needs_one_server:
                 return stores[0], runner_key, None
             # Of several the others do the work of one that is gone; one alone is waited for as long as a run is.
@@ -508,6 +508,19 @@ def _write_urls(run_dir: Path, urls: Sequence[str]) -> None:
             file,
         )
     _write_private(file, "\n".join(urls))
+
+
+def _write_stores(run_dir: Path, stores: Sequence[str]) -> None:
+    """Note in which stores the run's rollouts are; warn where none of them has what it did so far."""
+    file = run_dir / "server.stores"
+    before = file.read_text(encoding="utf-8").split() if file.exists() else []
+    if before and stores and not set(before) & set(stores):
+        _log.warning(
+            "the run goes on at a server with another store than before: what it did so far is in no export, doctor or "
+            "explain, and rollouts of the step that was cut off are sampled anew. To go on with them, start the server "
+            "with the store that it had (--store)"
+        )
+    _write_private(file, "\n".join(dict.fromkeys([*before, *stores])))
 
 
 def _write_private(path: Path, text: str) -> None:

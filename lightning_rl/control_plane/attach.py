@@ -204,9 +204,9 @@ def _register(store: HttpStore, engine: Mapping[str, Any]) -> dict[str, Any]:
         raise
 
 
-def check_servers(stores: Sequence[HttpStore], policy: PolicyToServe) -> None:
-    """Whether the servers are there, take the key, mean the same tokens as the run, and have a store each. Raises
-    CannotAttach."""
+def check_servers(stores: Sequence[HttpStore], policy: PolicyToServe) -> list[str]:
+    """Whether the servers are there, take the key, mean the same tokens as the run, and have a store each: the ids of
+    these. Raises CannotAttach."""
     by_store: dict[str, str] = {}
     for store in stores:
         try:
@@ -224,6 +224,7 @@ def check_servers(stores: Sequence[HttpStore], policy: PolicyToServe) -> None:
                 "(docs/several-servers.md)"
             )
         by_store[info.store_id] = store.url
+    return list(by_store)
 
 
 def _checked(store: HttpStore, policy: PolicyToServe) -> ServerInfo:

@@ -12,7 +12,7 @@ from lightning_rl import trainer
 from lightning_rl.files import RunFolderUnusable, make_run_dir
 from lightning_rl.processes.service_keys import RUNNER_KEY
 from lightning_rl.runner.agent_pickle import AgentNotPicklable
-from lightning_rl.trainer import RunFolderUsed, _run_id, _with_new_session, _write_urls
+from lightning_rl.trainer import RunFolderUsed, _run_id, _with_new_session, _write_stores, _write_urls
 
 ONE, TWO = "http://127.0.0.1:1", "http://127.0.0.1:2"
 
@@ -110,6 +110,18 @@ def test_a_run_that_goes_on_without_a_server_says_what_will_be_missing(
         f"their URLs are in {tmp_path / 'server.url'} again"
     ]
     assert (tmp_path / "server.url").read_text() == TWO
+
+
+def test_a_run_that_goes_on_at_another_store_says_what_will_be_missing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _write_stores(tmp_path, ["one", "two"])
+    _write_stores(tmp_path, ["two"])
+    _write_stores(tmp_path, [])  # of a server that does not say
+    assert caplog.messages == []
+    _write_stores(tmp_path, ["three"])
+    assert "at a server with another store than before" in caplog.text
+    assert (tmp_path / "server.stores").read_text().split() == ["one", "two", "three"]
 
 
 def test_a_folder_keeps_the_sessions_of_its_trainers_to_its_owner(tmp_path: Path) -> None:
