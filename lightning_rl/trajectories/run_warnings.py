@@ -155,9 +155,10 @@ class Problems:
         if (refused := refused_prompt(trajectory.ended_by)) is not None:
             return refused
         printed = f"; what it printed last: {trajectory.printed}" if trajectory.printed else ""
+        log = self._run_dir / "server.log"
         return (
             "the agent must use llm.base_url and llm.api_key (calls that were refused, and why, are in "
-            f"{self._run_dir / 'server.log'}{printed})"
+            f"{log if log.exists() else 'server.log, where the server was started'}{printed})"
         )
 
     def _problems(self, trajectories: Sequence[Trajectory]) -> dict[str, tuple[int, str]]:
