@@ -58,6 +58,7 @@ from lightning_rl_proxy.routing.router import Router
 JOURNAL = "gateway.journal"  # in the run folder
 GATEWAY_ID = "gateway.id"
 STORE_ID = "store.id"
+PUBLISHED = "policy.name"
 _OWNER_ALONE = 0o077  # as a umask
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _EARLIER_SERVER_SECONDS = 60.0  # to store what it has, and end
@@ -301,7 +302,8 @@ async def _app(
         tokenizing_threads=cores(),
     )
 
-    await sql.run(_publish_policy, store, settings.model, {engine.model for engine in settings.engines})
+    served = {settings.model, *(engine.model for engine in settings.engines)}
+    await sql.run(_publish_policy, store, settings.model, served, Path(settings.run_dir) / PUBLISHED)
     app = create_app(
         store,
         gateway,
@@ -349,20 +351,27 @@ def _gateway_id(run_dir: Path) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def _publish_policy(store: SqlStore, model: str, served: set[str]) -> None:
-    """Rollouts get the policy as `main_llm` even where no algorithm has published anything, and also where what was
-    published is the policy of an earlier server of this store, with another model that is not served here."""
-    own = {MAIN_LLM: {"type": PROXY_LLM, "model": model}}
+def _publish_policy(store: SqlStore, model: str, served: set[str], file: Path) -> None:
+    """Rollouts get the policy as `main_llm` even where no algorithm has published anything. So they do where this
+    server, which notes in `file` what it published, had another policy before, which is not `served` now, and nobody
+    has published anything else since."""
+
+    def resources(name: str) -> dict[str, dict[str, Any]]:
+        return {MAIN_LLM: {"type": PROXY_LLM, "model": name}}
+
+    former = file.read_text(encoding="utf-8") if file.exists() else None
     try:
         latest = store.resources("latest").resources
     except NotFound:
-        store.publish(ResourcesRequest(resources=own))
-        return
-    former = latest.get(MAIN_LLM, {}).get("model")
-    is_of_a_server = latest == {MAIN_LLM: {"type": PROXY_LLM, "model": former}}
-    if is_of_a_server and former not in {model, *served} and not store.shared and not store.remembered_runs(""):
+        latest = None
+    if latest is not None:
+        if former is None or former in served or latest != resources(former):
+            return
+        if store.shared or store.remembered_runs(""):  # others serve it, or a run comes back
+            return
         _log.warning("rollouts get the model %s: no engine here serves %s, which they got before", model, former)
-        store.publish(ResourcesRequest(resources=own))
+    store.publish(ResourcesRequest(resources=resources(model)))
+    write_whole(file, model.encode())
 
 
 class _Server(uvicorn.Server):

@@ -119,7 +119,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         for name, value in self._globals.items():
             try:
                 _Pickler(io.BytesIO(), annotations=False).dump(value)
-            except _FAILURES:
+            except Exception:  # noqa: BLE001 - whatever it is, the value cannot be sent
                 if not isinstance(value, FunctionType | type):  # of which what they use is the cause
                     return f", in {name!r} of the script (a {type(value).__module__}.{type(value).__qualname__})"
         return ""

@@ -59,7 +59,7 @@ def test_a_server_runs_as_long_as_its_block_and_keeps_what_it_answered(tmp_path)
 
 def test_a_server_with_another_model_gives_rollouts_that_one_unless_somebody_published_what_they_get(tmp_path) -> None:
     def model_given(model: str, *served: str) -> str:
-        process._publish_policy(store, model, set(served))
+        process._publish_policy(store, model, {model, *served}, tmp_path / "policy.name")
         return store.resources("latest").resources["main_llm"]["model"]
 
     with contextlib.closing(SqlStore(f"sqlite:///{tmp_path}/run.db")) as store:
@@ -70,9 +70,8 @@ def test_a_server_with_another_model_gives_rollouts_that_one_unless_somebody_pub
         assert model_given("small") == "large", "it is perhaps the run's"
         store.forget_run("", "run")
         assert model_given("small") == "small"
-        published = {"main_llm": {"type": "proxy_llm", "model": "judge"}, "prompt": {"type": "prompt", "text": "p"}}
-        store.publish(ResourcesRequest(resources=published))
-        assert model_given("small") == "judge"
+        store.publish(ResourcesRequest(resources={"main_llm": {"type": "proxy_llm", "model": "judge"}}))
+        assert model_given("large") == "judge", "somebody's choice, whose engine is perhaps named later"
 
 
 def test_a_server_outlasts_its_clients_connections_and_has_room_for_many(tmp_path) -> None:
