@@ -115,8 +115,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return names | {each.__name__: each for each in self._classes if script.get(each.__name__) is each}
 
     def where(self) -> str:
-        """The first global value that cannot be sent, as part of an error. Empty where none is found."""
-        for name, value in self._globals.items():
+        """The global value that cannot be sent, as part of an error. Empty where none is found. What was met last is
+        looked at first: others that cannot be sent use it."""
+        for name, value in reversed(self._globals.items()):
             try:
                 _Pickler(io.BytesIO(), annotations=False).dump(value)
             except Exception:  # noqa: BLE001 - whatever it is, the value cannot be sent

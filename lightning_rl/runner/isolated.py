@@ -8,6 +8,7 @@ that comes, costs no other anything; when the runner ends, so do all. A child ha
 """
 
 import asyncio
+import atexit
 import contextlib
 import faulthandler
 import gc
@@ -30,7 +31,7 @@ from lightning_rl.agents.agent import Agent, run_agent
 from lightning_rl.agents.emitted import Emitted
 from lightning_rl.processes.child import how_it_ended
 from lightning_rl.processes.event_loop import AsyncAgents
-from lightning_rl.processes.exit_handlers import forget_exit_handlers, run_exit_handlers
+from lightning_rl.processes.exit_handlers import flush_spans, forget_exit_handlers, leave
 from lightning_rl.runner import outcome
 from lightning_rl.runner.executors import AgentRun, Done, Spawn
 from lightning_rl.runner.outcome import Outcome
@@ -42,6 +43,7 @@ _MESSAGE = struct.Struct(">cQq")  # what, which rollout, the status where one en
 _START, _KILL, _ENDED = b"s", b"k", b"e"
 _NOT_FORKED = 1000  # in the place of a status, which ends at 255
 _READ = 2**16
+_EXIT_HANDLERS_SECONDS = 1.0  # of each rollout, which ends behind them
 _LAST_BYTES_SECONDS = 1.0  # for an answer that the runner has not read yet when its process ends
 Ended = Callable[[int, Outcome | None], None]  # with the status of a process, and what it answered
 _log = logging.getLogger(__name__)
@@ -321,8 +323,8 @@ def _be_a_rollout(agent: Agent, conn: int, stdout: int, stderr: int) -> NoReturn
             claim = _received(runner)
             threading.Thread(target=_end_with, args=(runner,), daemon=True).start()
             runner.sendall(_framed(msgspec.msgpack.encode(_run(agent, claim))))
-            run_exit_handlers()
-            os._exit(0)
+            atexit.register(flush_spans, _EXIT_HANDLERS_SECONDS)
+            leave(0, seconds=_EXIT_HANDLERS_SECONDS)
     except BaseException:  # noqa: BLE001 - what is wrong with us is told, and costs this rollout alone
         _log.exception("the process of a rollout failed")
     finally:

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 from lightning_rl.processes.child import TellAlarms, tell
-from lightning_rl.processes.exit_handlers import run_exit_handlers
+from lightning_rl.processes.exit_handlers import leave
 from lightning_rl.runner import isolated, output_capture
 from lightning_rl.runner.delivery import SpanDelivery
 from lightning_rl.runner.executors import Executor, InProcess
@@ -35,6 +35,7 @@ from lightning_rl.store.errors import NotAllowed
 from lightning_rl_proxy.recording.alerts import ALARMS
 
 _CONNECTIONS = 4  # of heartbeats, claims, results, and those of lost claims
+_EXIT_HANDLERS_SECONDS = 5.0
 _FINISH_SECONDS = 5.0  # for results that are on their way when the process is stopped
 _MOST_THREADS = 100_000  # more than there are slots, and agents that hang until the process ends
 _log = logging.getLogger(__name__)
@@ -123,10 +124,8 @@ class _Process:
         worker.give_back()
         if not active.wait_until_finished(_FINISH_SECONDS):
             _log.warning("stopped before every result was taken")
-        run_exit_handlers()
-        _end_process_group()
         # Threads of agents may hang for ever; they must not keep the process.
-        os._exit(1 if self._failed.is_set() else 0)
+        leave(1 if self._failed.is_set() else 0, seconds=_EXIT_HANDLERS_SECONDS, last=_end_process_group)
 
     def _start(self, name: str, work: Callable[[], None]) -> None:
         threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True).start()

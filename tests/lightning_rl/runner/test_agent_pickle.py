@@ -206,11 +206,11 @@ def test_the_global_that_cannot_be_sent_is_named() -> None:
         def __init__(self) -> None:
             self.lock = threading.Lock()
 
-    script = {"__name__": "__main__", "fine": 1, "holder": Holder()}
+    script: dict[str, Any] = {"__name__": "__main__", "fine": 1, "holder": Holder()}
     exec(
-        "def used(): return fine, holder\nclass Tool:\n def run(self): return used()\ndef agent(): return Tool()",
-        script,
+        "def used(): return fine, holder\nclass Tool:\n def run(self): return used()\ndef agent(): return tool", script
     )
+    script["tool"] = script["Tool"]()
     with pytest.raises(AgentNotPicklable, match=r"in 'holder' of the script \(a .*Holder\)"):
         pickled(script["agent"])
 

@@ -120,6 +120,47 @@ def test_it_is_killed_with_all_that_it_started(server, tmp_path, how) -> None:
     assert second.reward == 1.0
 
 
+class TracesToFile:
+    """An agent's tracer that is there when the agent is loaded, as a module's own is."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return _traced, (self.file,)
+
+
+def _traced(file: str):
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+    class ToFile(SpanExporter):
+        def export(self, spans):
+            with open(file, "a") as to:
+                to.writelines(f"{span.name}\n" for span in spans)
+            return SpanExportResult.SUCCESS
+
+    provider = TracerProvider()
+    provider.add_span_processor(BatchSpanProcessor(ToFile()))
+    trace.set_tracer_provider(provider)
+    return TracesToFile(file)
+
+
+def test_the_spans_of_an_agents_own_tracer_are_sent_at_its_end(server, tmp_path) -> None:
+    traced = TracesToFile(str(tmp_path / "spans"))
+
+    def agent(task, llm):
+        from opentelemetry import trace
+
+        with trace.get_tracer("agent").start_as_current_span(f"{task} {traced.file[-5:]}"):
+            return 1.0
+
+    with asked(server, tmp_path, agent, ["a", "b"], isolation="process") as rollouts:
+        rollouts.ended()
+    assert sorted((tmp_path / "spans").read_text().split("\n")) == ["", "a spans", "b spans"]
+
+
 def test_nothing_of_it_outlives_its_runner(server, tmp_path) -> None:
     def agent(task, llm):
         import os
