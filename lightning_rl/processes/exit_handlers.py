@@ -19,12 +19,15 @@ def leave(code: int, *, seconds: float, last: Callable[[], None] = lambda: None)
     """Run the exit handlers in this thread, the last registered first, then `last`, and end the process.
 
     Handlers that take longer than `seconds` in all are left. One that raises is printed by Python, and the next one
-    runs. Processes that multiprocessing started are ended before: its own handler would wait for them.
+    runs. Processes that multiprocessing started are killed before: its own handler would wait for them. `last` may run
+    in another thread.
     """
 
     def end() -> NoReturn:
-        last()
-        os._exit(code)
+        try:
+            last()
+        finally:
+            os._exit(code)
 
     def give_up() -> None:
         _log.warning("what is registered with atexit takes more than %g s, and is left", seconds)
@@ -36,7 +39,7 @@ def leave(code: int, *, seconds: float, last: Callable[[], None] = lambda: None)
     try:
         for child in multiprocessing.active_children():
             if vars(child)["_parent_pid"] == os.getpid():  # a process that was forked knows those of its parent, too
-                child.terminate()
+                child.kill()
         atexit._run_exitfuncs()
     finally:
         end()

@@ -23,7 +23,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import msgspec
 
@@ -44,6 +44,7 @@ _START, _KILL, _ENDED = b"s", b"k", b"e"
 _NOT_FORKED = 1000  # in the place of a status, which ends at 255
 _READ = 2**16
 _EXIT_HANDLERS_SECONDS = 1.0  # of each rollout, which ends behind them
+_LEAVING_SECONDS = 0.1  # as a process without exit handlers needs less of
 _LAST_BYTES_SECONDS = 1.0  # for an answer that the runner has not read yet when its process ends
 Ended = Callable[[int, Outcome | None], None]  # with the status of a process, and what it answered
 _log = logging.getLogger(__name__)
@@ -110,10 +111,20 @@ class ForkServer:
         with parent_end, _passing_on(pipes, printed):
             parent_end.setblocking(False)
             answer = asyncio.ensure_future(_answer(parent_end, claim))
-            status = await self._ending(number)
+            ending = self._ending(number)
+            either: list[asyncio.Future[Any]] = [answer, ending]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([ending], timeout=_LEAVING_SECONDS)
+            # Exit handlers take their time, which is none of the rollout's: its deadline may come meanwhile.
+            told = not ending.done() and answer.exception() is None and answer.result() is not None
+            if told:
+                ended(0, answer.result())
+            status = await ending
             del self._ended[number]
             await asyncio.wait([answer], timeout=_LAST_BYTES_SECONDS)
             answer.cancel()
+        if told:
+            return
         unread = answer.cancelled() or not answer.done()
         if not unread and (error := answer.exception()) is not None:  # as that of a process that died
             _log.error("what the process of rollout %s sent cannot be read: %s", claim.rollout.rollout_id, error)

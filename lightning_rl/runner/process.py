@@ -124,6 +124,7 @@ class _Process:
         worker.give_back()
         if not active.wait_until_finished(_FINISH_SECONDS):
             _log.warning("stopped before every result was taken")
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is sent to the group, which this process is in
         # Threads of agents may hang for ever; they must not keep the process.
         leave(1 if self._failed.is_set() else 0, seconds=_EXIT_HANDLERS_SECONDS, last=_end_process_group)
 
@@ -157,7 +158,6 @@ def _follow_agents_into_threads() -> None:
 def _end_process_group() -> None:
     """End what agents have started; only where this process leads a group of its own."""
     if os.getpgrp() == os.getpid():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
 
 

@@ -128,6 +128,7 @@ def test_an_agent_joins_is_recorded_and_all_of_it_is_there_after_a_restart(tmp_p
         assert secret.encode() not in command
     with serving(tmp_path, *engine, **{ADMIN_KEY: "mine"}) as server:
         assert "mine" not in server.printed
+        assert f"engines     openai policy {service.url}\n" in server.printed
         assert b"mine" not in Path(f"/proc/{server.process.pid}/environ").read_bytes()
         spans = server.pool.request("GET", server.url + f"{place}/spans", headers={"authorization": "Bearer mine"})
         assert len(spans.json()["spans"]) == 1

@@ -10,21 +10,9 @@ import pytest
 
 from lightning_rl.runner.error_classification import error_info, is_infrastructure
 from lightning_rl.sandboxes import SandboxError
-from lightning_rl.store.contract import RolloutRequest, body_of
+from lightning_rl.store.contract import body_of
 from lightning_rl.store.errors import Unreachable
-from lightning_rl.store.sql import SqlStore
-
-OURS = "http://127.0.0.1:7000/rollout/r/attempt/a"
-
-
-@pytest.fixture
-def claim():
-    store = SqlStore("sqlite://")
-    store.enqueue([RolloutRequest(task=1)])
-    (claim,) = store.claim("w")
-    claim.resources["main_llm"] = {"base_url": OURS + "/v1", "anthropic_base_url": OURS}
-    yield claim
-    store.close()
+from tests.lightning_rl.runner.conftest import OURS
 
 
 def request_to(url: str) -> httpx.Request:

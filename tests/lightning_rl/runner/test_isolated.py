@@ -1,11 +1,19 @@
 """A rollout in a process of its own: what it comes to is whole, what happens to it costs no other anything."""
 
+import asyncio
 import os
+import socket
 import sys
 
 import cloudpickle
+import msgspec
 import pytest
 
+from lightning_rl.runner.isolated import ForkServer
+from lightning_rl.runner.outcome import Outcome
+from lightning_rl.runner.output_capture import Printed
+from lightning_rl.runner.payload import LENGTH
+from lightning_rl.store.contract import Finish
 from tests.lightning_rl.runner.runs import asked
 from tests.lightning_rl.runner.test_runner import gone
 
@@ -118,6 +126,34 @@ def test_it_is_killed_with_all_that_it_started(server, tmp_path, how) -> None:
         assert rollouts.working.pids == before
     assert first.status == ("failed" if how == "deadline" else "cancelled")
     assert second.reward == 1.0
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_rollout_has_ended_when_it_has_answered_however_long_its_exit_handlers_take(claim, answered) -> None:
+    async def follow() -> None:
+        server, heard = ForkServer(socket.socketpair()[0]), []
+        parent_end, child_end = socket.socketpair()
+        (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+        following = asyncio.ensure_future(
+            server._follow(1, claim, Printed(), parent_end, [out, err], lambda *told: heard.append(told))
+        )
+        outcome = Outcome([], Finish(status="succeeded", reward=1.0), [])
+        if answered:
+            body = msgspec.msgpack.encode(outcome)
+            await asyncio.get_running_loop().run_in_executor(None, child_end.sendall, LENGTH.pack(len(body)) + body)
+            while not heard:
+                await asyncio.sleep(0.01)
+        else:
+            await asyncio.sleep(0.3)
+        assert heard == ([(0, outcome)] if answered else [])
+        server._ending(1).set_result(9)
+        child_end.close()
+        await following
+        assert heard == [(0, outcome) if answered else (9, None)]
+        for each in (to_out, to_err):
+            os.close(each)
+
+    asyncio.run(follow())
 
 
 class TracesToFile:
