@@ -33,7 +33,7 @@ from lightning_rl.control_plane.gateways.cluster_rpc import peer_key
 from lightning_rl.control_plane.gateways.engine_registration import attacher
 from lightning_rl.control_plane.gateways.engines import EngineRequest
 from lightning_rl.control_plane.gateways.membership import LEASE_SECONDS, Membership
-from lightning_rl.control_plane.gateways.resolve import MAIN_LLM, PROXY_LLM
+from lightning_rl.control_plane.gateways.resolve import policy_alone
 from lightning_rl.control_plane.gateways.server_info import info_of, store_id
 from lightning_rl.control_plane.gateways.store_ledger import StoreLedger
 from lightning_rl.control_plane.protocol import protocol
@@ -43,7 +43,6 @@ from lightning_rl.files import RunFolderBusy, owned, write_whole
 from lightning_rl.processes import logs
 from lightning_rl.processes.child import TellAlarms, tell
 from lightning_rl.processes.cores import cores
-from lightning_rl.store.contract import ResourcesRequest
 from lightning_rl.store.databases import shown, sqlite_file
 from lightning_rl.store.errors import NotFound, StoreError
 from lightning_rl.store.sql import SqlStore
@@ -355,22 +354,18 @@ def _publish_policy(store: SqlStore, model: str, served: set[str], file: Path) -
     """Rollouts get the policy as `main_llm` even where no algorithm has published anything. So they do where this
     server, which notes in `file` what it published, had another policy before, which is not `served` now, and nobody
     has published anything else since."""
-
-    def resources(name: str) -> dict[str, dict[str, Any]]:
-        return {MAIN_LLM: {"type": PROXY_LLM, "model": name}}
-
     former = file.read_text(encoding="utf-8") if file.exists() else None
     try:
         latest = store.resources("latest").resources
     except NotFound:
         latest = None
     if latest is not None:
-        if former is None or former in served or latest != resources(former):
+        if former is None or former in served or latest != policy_alone(former).resources:
             return
         if store.shared or store.remembered_runs(""):  # others serve it, or a run comes back
             return
         _log.warning("rollouts get the model %s: no engine here serves %s, which they got before", model, former)
-    store.publish(ResourcesRequest(resources=resources(model)))
+    store.publish(policy_alone(model))
     write_whole(file, model.encode())
 
 

@@ -22,8 +22,8 @@ class TokenLedger:
 
     An attempt whose gateway is gone counts with what is recorded of it. Where such a gateway only stood still, it may
     record calls of an attempt that was superseded in the meantime, behind the reading of its rollout: these are read
-    when they are stored, and excluded. Invariant: a rollout that was asked for is in
-    flight until it is entered, once, as trained or excluded.
+    when they are stored, and excluded. Invariant: a rollout that was asked for is in flight until it is entered, once,
+    as trained or excluded.
     """
 
     def __init__(self, account: TokenAccount, store: RunStore) -> None:

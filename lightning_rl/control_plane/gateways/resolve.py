@@ -50,6 +50,11 @@ class ProxyLLMResource(msgspec.Struct, frozen=True, kw_only=True, tag=PROXY_LLM,
         return parameters
 
 
+def policy_alone(model: str) -> ResourcesRequest:
+    """What a server publishes where nobody else has: its policy as `main_llm`."""
+    return ResourcesRequest(resources={MAIN_LLM: {"type": PROXY_LLM, "model": model}})
+
+
 def proxy_llm(resource: dict[str, Any]) -> ProxyLLMResource | None:
     """The resource as a `ProxyLLMResource`, or None when it is of another type."""
     return msgspec.convert(resource, ProxyLLMResource) if resource.get("type") == PROXY_LLM else None

@@ -18,8 +18,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from lightning_rl.control_plane.gateways.cluster_rpc import Alone
 from lightning_rl.control_plane.gateways.gateway_control import GatewayDoor, PauseRequest, Pauses, ResumeRequest
-from lightning_rl.control_plane.gateways.resolve import MAIN_LLM, PROXY_LLM
-from lightning_rl.store.contract import Overdue, ResourcesRequest, Rollout
+from lightning_rl.control_plane.gateways.resolve import MAIN_LLM, policy_alone
+from lightning_rl.store.contract import Overdue, Rollout
 from lightning_rl.store.errors import Conflict, NotFound, StoreError
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
@@ -255,8 +255,7 @@ class Runs:
         except NotFound:
             return
         if removed_model != self._model and latest.get("model") == removed_model:
-            own = {MAIN_LLM: {"type": PROXY_LLM, "model": self._model}}
-            self._store.publish(ResourcesRequest(resources=own))
+            self._store.publish(policy_alone(self._model))
 
 
 def _not_attached(run_id: str) -> Conflict:

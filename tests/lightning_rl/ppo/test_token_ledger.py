@@ -169,14 +169,21 @@ def test_what_a_superseded_attempt_records_behind_the_reading_of_its_rollout_is_
     assert gateways.stored == []
 
 
-def test_what_the_attempt_that_counts_does_not_hold_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", ["train", "val"])
+@pytest.mark.parametrize("stored", [3, 5])
+def test_what_the_attempt_that_counts_does_not_hold_is_waited_for_by_nobody(
+    mode: Any, stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(tokens: int) -> RolloutTrace:
+        found = trace([make_call(0, None, response=tokens)], counting=0)
+        return replace(found, rollout=replace(found.rollout, mode=mode))
+
     monkeypatch.setattr(token_ledger, "_AGAIN_SECONDS", 1e6)
     gateways = Counted()
     gateways.attempts = {"a0": AttemptTokens(rollout_id="r", received={"m": 5})}
-    whole = trace([make_call(0, None, response=3)], counting=0)
-    gateways.stored = [whole]
+    gateways.stored = [read(stored)]
     books = ledger(gateways, "r")
-    books.exclude(trajectory_of(whole, agent_failure=None, model="m"), "stale")
+    books.exclude(trajectory_of(read(3), agent_failure=None, model="m"), "stale")
     with pytest.raises(ConservationError):
         books.check()
 
