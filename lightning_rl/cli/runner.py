@@ -115,7 +115,7 @@ def _wait_for(servers: "Sequence[HttpStore]") -> None:
         away = [server.url for server in servers if not _answers(server)]
         for url in away:
             if url not in seen_urls:
-                typer.echo(f"Waiting for {url}: nothing answers there.")
+                typer.echo(f"Waiting for {url}: no server answers there.")
         seen_urls.update(away)
         if len(away) < len(servers):
             return

@@ -239,7 +239,7 @@ def _checked(store: HttpStore, policy: PolicyToServe) -> ServerInfo:
         raise CannotAttach(f"{store.url} is no lightning_rl server, or one of another version: {error}") from error
     except Unreachable as error:
         raise CannotAttach(
-            f"nothing answers at {store.url}: start it with `{serve_command(policy)}` ({error})"
+            f"no server answers at {store.url}: start it with `{serve_command(policy)}` ({error})"
         ) from error
     here = _wanted(policy)
     if there.version != here.version:

@@ -4,8 +4,8 @@ Invariant: every call may be repeated. What could be made twice carries an id th
 connection that breaks in mid-answer is retried without harm. Safe to share between threads.
 """
 
-import contextlib
 import logging
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +47,7 @@ from lightning_rl.store.contract import (
     body_of,
     body_of_request,
 )
-from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreUnwritable, Unreachable
+from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreError, StoreUnwritable, Unreachable
 from lightning_rl.store.run_store import TRACES_AT_ONCE
 from lightning_rl_adapters.ids import new_id
 from lightning_rl_proxy.recording.ledger import AttemptTokens
@@ -96,8 +96,8 @@ class HttpStore:
     """The control plane at `base_url` (without `/api/v1`), opened by an admin or a runner key.
 
     Each call raises the error that the server named (`Invalid`, `NotAllowed`, `NotFound`, `Conflict`),
-    `StoreUnwritable` when the server could not write its store for `patience_seconds`, or `Unreachable` when there was
-    no answer after a few tries.
+    `StoreUnwritable` when the server could not write its store for `patience_seconds`, `Unreachable` when there was no
+    answer after a few tries, or `StoreError` where what answers is no server of this version.
     """
 
     def __init__(
@@ -395,9 +395,14 @@ class HttpStore:
         response = self._patiently(method, path, body, wait_seconds)
         if response.status >= 400:
             raise _refusal(method, self._root + path, response)
-        if response.headers.get("content-type") == "application/msgpack":
-            return msgspec.msgpack.decode(response.data, type=answer)
-        return msgspec.json.decode(response.data, type=answer)
+        packed = response.headers.get("content-type") == "application/msgpack"
+        try:
+            return (msgspec.msgpack if packed else msgspec.json).decode(response.data, type=answer)
+        except msgspec.DecodeError as error:
+            raise StoreError(  # not `Unreachable`, which is waited for
+                f"{_start(response)} is no answer of a lightning-rl server of this version: {error} "
+                f"({response.status} at {method} {self._root + path})"
+            ) from error
 
     def _patiently(self, method: str, path: str, body: Any, wait_seconds: float) -> urllib3.BaseHTTPResponse:
         """The answer; while the store cannot be written, that of the last try."""
@@ -440,12 +445,17 @@ class _WhileOpen(urllib3.Retry):
 
 
 def _refusal(method: str, url: str, response: urllib3.BaseHTTPResponse) -> Exception:
-    text = response.data.decode(errors="replace")
-    # An answer that is not ours stays as it is: its text says more than nothing.
-    with contextlib.suppress(msgspec.DecodeError, KeyError, TypeError):
+    try:
         text = msgspec.json.decode(response.data)["error"]["message"]
+    except (msgspec.DecodeError, KeyError, TypeError):  # a relay's, or of another program
+        text = f"{_start(response)} is no answer of a lightning-rl server"
     kind = _ERRORS.get(response.status, Unreachable)
     return kind(f"{text} ({response.status} at {method} {url})")
+
+
+def _start(response: urllib3.BaseHTTPResponse) -> str:
+    """The answer's first words, for an error; a page of HTML has thousands."""
+    return repr(textwrap.shorten(response.data[:2000].decode(errors="replace"), 120))
 
 
 def _attempt_path(rollout_id: str, attempt_id: str) -> str:

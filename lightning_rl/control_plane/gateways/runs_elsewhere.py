@@ -16,7 +16,7 @@ from lightning_rl.control_plane.gateways.cluster_rpc import Peers
 from lightning_rl.control_plane.gateways.gateway_control import PauseRequest, Pauses, ResumeRequest
 from lightning_rl.control_plane.gateways.membership import Membership
 from lightning_rl.store.contract import Overdue, Rollout, RunElsewhere
-from lightning_rl.store.errors import StoreError
+from lightning_rl.store.errors import StoreError, StoreUnwritable
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.store.sql_thread import SqlThread
 from lightning_rl_proxy.recording.alerts import ALARMS
@@ -69,6 +69,8 @@ class RunsElsewhere:
             await asyncio.sleep(_LOOK_SECONDS)
             try:
                 await self.look()
+            except StoreUnwritable:
+                pass  # it was told
             except (StoreError, SQLAlchemyError) as error:  # the store, or another gateway: it is tried again
                 _log.info("the runs of other gateways are looked after later: %s", error)
             except Exception:  # noqa: BLE001 - whatever it is: nobody else looks after them here

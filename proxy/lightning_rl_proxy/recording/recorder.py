@@ -251,7 +251,13 @@ class Recorder:
             try:
                 await self._ledger.add_spans([one.span for one in self._handed])
             except Exception as error:  # noqa: BLE001 - any ledger fault: the journal holds the records, we try again
-                _log.exception("the ledger refused %d records; trying again in %.2f s", len(self._handed), backoff)
+                _log.warning(
+                    "the ledger refused %d records; trying again in %.2f s: %s",
+                    len(self._handed),
+                    backoff,
+                    error,
+                    exc_info=not self._failures,  # once, where it goes on for minutes
+                )
                 await self._failed(error)
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, 5.0)

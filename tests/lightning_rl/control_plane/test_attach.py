@@ -96,7 +96,7 @@ def test_what_is_no_server_of_this_version_or_refuses_the_key_is_named(
     with socket.create_server(("127.0.0.1", 0)) as taken:
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(
-        CannotAttach, match=rf"nothing answers at {url}: start it with `lightning-rl serve --model policy"
+        CannotAttach, match=rf"no server answers at {url}: start it with `lightning-rl serve --model policy"
     ):
         check_servers([HttpStore(url, "admin")], endpoint())
     with ThreadingHTTPServer(("127.0.0.1", 0), NotOurs) as other:

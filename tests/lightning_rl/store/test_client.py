@@ -11,7 +11,7 @@ import pytest
 from lightning_rl.store import client
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Reward, RolloutRequest
-from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreUnwritable, Unreachable
+from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError, StoreUnwritable, Unreachable
 
 
 class _Unable(BaseHTTPRequestHandler):
@@ -111,11 +111,18 @@ def test_a_store_that_cannot_be_written_is_told_when_patience_is_over(server: Sc
     ("status", "body", "error", "said"),
     [
         (409, {"error": {"message": "it has ended"}}, Conflict, r"^it has ended \(409 at GET http"),
-        (413, b"too large", Invalid, r"^too large \(413"),
+        (413, b"too large", Invalid, r"^'too large' is no answer of a lightning-rl server \(413"),
         (404, {"detail": "Not Found"}, NotFound, r"Not Found"),
         (500, {"error": None}, Unreachable, r"null"),
-        (500, [1], Unreachable, r"^\[1\] \(500"),
-        (418, b"a teapot", Unreachable, r"^a teapot \(418"),
+        (500, [1], Unreachable, r"^'\[1\]' is no answer .* \(500"),
+        (
+            418,
+            b"<html>\n" + b"a teapot " * 999,
+            Unreachable,
+            r"^'<html> a teapot[a ]{,99}.{,99} \[\.\.\.\]' is no answer",
+        ),
+        (200, b"<html>a teapot", StoreError, r"^'<html>a teapot' is no answer of a .* \(200 at GET http"),
+        (200, [1], StoreError, r"^'\[1\]' is no answer of a lightning-rl server of this version: Expected `object`"),
     ],
 )
 def test_a_refusal_is_the_error_of_its_status_in_the_servers_words(

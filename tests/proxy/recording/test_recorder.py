@@ -137,11 +137,16 @@ def test_a_journal_of_an_earlier_release_is_replayed(tmp_path: Path) -> None:
     assert ledger.spans == [span(0), span(1)]
 
 
-def test_a_ledger_that_fails_for_a_while_gets_every_record_once(tmp_path: Path) -> None:
+def test_a_ledger_that_fails_for_a_while_gets_every_record_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     ledger = MemoryLedger()
     ledger.failures = 2
     asyncio.run(write(tmp_path / "journal", ledger, 10))
     assert [s.span_id for s in ledger.spans] == [f"s{i}" for i in range(10)]
+    refused = [log for log in caplog.records if "the ledger refused" in log.getMessage()]
+    assert ["the disk is busy" in log.getMessage() for log in refused] == [True, True]
+    assert [bool(log.exc_info) for log in refused] == [True, False]  # where it came from is told once
 
 
 def test_records_of_a_killed_process_reach_the_ledger_at_the_next_start(tmp_path: Path) -> None:
