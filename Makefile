@@ -212,15 +212,18 @@ $(ORACLE)/.made: tests/oracle/requirements.txt $(VENV)/.dev
 
 # SDKs that cannot stand beside ours; all else comes from .venv. AutoGen's core asks for protobuf 5, of which it uses
 # nothing but in a runtime over gRPC, and ours needs a newer one; OpenTelemetry's instrumentation asks for the very
-# version of its API that came last; verifiers for an older MCP. So those come without their dependencies.
+# version of its API that came last; verifiers for an older MCP; ART for an older litellm, and for much that its training
+# alone uses. So those come without their dependencies.
 AUTOGEN := "autogen-agentchat>=0.7,<1" "autogen-core>=0.7,<1" "autogen-ext>=0.7,<1" "jsonref>=1.1,<2" "aiofiles>=24"
 INSTRUMENTATION := "opentelemetry-instrumentation-httpx>=0.59b0,<1" "opentelemetry-util-http>=0.59b0,<1"
 VERIFIERS := "verifiers>=0.3,<0.4" "aiolimiter>=1.2" "loguru>=0.7" "setproctitle>=1.3" "tomli-w>=1"
+ART := "openpipe-art>=0.5.18,<0.5.19" "polars>=1.26"
 $(AGENTS)/.made: Makefile $(VENV)/.dev
 	$(UV_VENV) $(AGENTS)
 	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" > $$($(AGENTS)/bin/$(PURELIB))/ours.pth
 	$(UV_INSTALL) --python $(AGENTS)/bin/python "openai-agents>=0.20,<1" "openai<3" "prime-sandboxes>=0.2.39,<1"
-	$(UV_INSTALL) --python $(AGENTS)/bin/python --no-deps $(AUTOGEN) $(INSTRUMENTATION) $(VERIFIERS)
+	$(UV_INSTALL) --python $(AGENTS)/bin/python --no-deps $(AUTOGEN) $(INSTRUMENTATION) $(VERIFIERS) $(ART) \
+	  "skyrl-gym>=0.4,<0.5"
 	touch $@
 
 # Playwright's package is large, so it is in an environment of its own; all else comes from .venv.

@@ -3,7 +3,7 @@
 Both are a `GroupReward`: from the finished rollouts of a group to one reward each, or several by name.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,5 +24,7 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     rewards: dict[str, float] = {}
 
 
-GroupReward = Callable[[Sequence[FinishedRollout]], Sequence[float | Mapping[str, float]]]
-"""What gives rewards to the finished rollouts of a group, in their order: a number each, or several by name."""
+GroupRewards = Sequence[float | Mapping[str, float]]
+GroupReward = Callable[[Sequence[FinishedRollout]], GroupRewards | Awaitable[GroupRewards]]
+"""What gives rewards to the finished rollouts of a group, in their order: a number each, or several by name. It may be
+an async function; its calls run on one event loop."""

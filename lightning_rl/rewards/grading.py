@@ -5,6 +5,7 @@ an error that names the group.
 """
 
 import hashlib
+import inspect
 import logging
 import os
 import re
@@ -15,8 +16,9 @@ from urllib.parse import urlsplit
 
 from lightning_rl.config import ConfigError
 from lightning_rl.config.schema import Judge, RewardSection
+from lightning_rl.processes.event_loop import AsyncAgents
 from lightning_rl.processes.service_keys import is_loopback
-from lightning_rl.rewards import FinishedRollout, GroupReward
+from lightning_rl.rewards import FinishedRollout, GroupReward, GroupRewards
 from lightning_rl.rewards.checked import RewardError, named_rewards
 from lightning_rl.rewards.functions import RewardFunction
 from lightning_rl.rewards.judge import RankingJudge
@@ -29,6 +31,7 @@ Graded = list[dict[str, float]]  # the rewards of a group's rollouts, by name
 _GRADED = "graded-"  # begins the ids of the rewards that are given here
 _NO_KEY = "none"  # for services that ask for no key
 _log = logging.getLogger(__name__)
+_async_rewards = AsyncAgents()  # one for all: clients that a function keeps belong to their loop
 
 
 def grade(reward: GroupReward, groups: Sequence[Sequence[FinishedRollout]], *, concurrency: int) -> list[Graded]:
@@ -78,13 +81,16 @@ def _graded(reward: GroupReward, group: Sequence[FinishedRollout]) -> Graded:
     if not group:
         return []
     try:
-        return _checked(reward(group), group)
+        rewards = reward(group)
+        if inspect.isawaitable(rewards):
+            rewards = _async_rewards.submit(rewards).result()
+        return _checked(rewards, group)
     except Exception as error:
         error.add_note(f"while group {group[0].group_id} was graded ({len(group)} rollouts)")
         raise
 
 
-def _checked(rewards: Sequence[float | Mapping[str, float]], group: Sequence[FinishedRollout]) -> Graded:
+def _checked(rewards: GroupRewards, group: Sequence[FinishedRollout]) -> Graded:
     if not isinstance(rewards, Sequence) or isinstance(rewards, str) or len(rewards) != len(group):
         many = f"{len(rewards)} rewards" if isinstance(rewards, Sequence) else type(rewards).__name__
         raise RewardError(

@@ -395,9 +395,10 @@ class HttpStore:
         response = self._patiently(method, path, body, wait_seconds)
         if response.status >= 400:
             raise _refusal(method, self._root + path, response)
-        packed = response.headers.get("content-type") == "application/msgpack"
         try:
-            return (msgspec.msgpack if packed else msgspec.json).decode(response.data, type=answer)
+            if response.headers.get("content-type") == "application/msgpack":
+                return msgspec.msgpack.decode(response.data, type=answer)
+            return msgspec.json.decode(response.data, type=answer)
         except msgspec.DecodeError as error:
             raise StoreError(  # not `Unreachable`, which is waited for
                 f"{_start(response)} is no answer of a lightning-rl server of this version: {error} "

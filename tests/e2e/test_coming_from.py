@@ -1,4 +1,4 @@
-"""Pages for those who come from TRL and verifiers are true: their scripts train, and the keys they name are there."""
+"""Pages for those who come from other projects are true: their scripts train, and the keys they name are there."""
 
 import importlib.util
 import json
@@ -16,23 +16,24 @@ DOCS = Path(__file__).parents[2] / "docs"
 IN_ITS_ENVIRONMENT = Path(sys.prefix).name == ".venv-agents"  # `make test-agents`, where verifiers must be
 
 
-@pytest.mark.parametrize("other", ["trl", "verifiers"])
+@pytest.mark.parametrize("other", ["art", "skyrl", "trl", "verifiers"])
 def test_the_keys_that_a_page_names_are_there(other: str) -> None:
     page = (DOCS / f"coming-from-{other}.md").read_text()
-    named = set(re.findall(r"`((?:actor_rollout_ref|algorithm|data|gateway|trainer)\.[a-z_.]+)", page))
-    theirs = {"trainer.model.lora"}
+    others_column = re.compile(r"^\| .*? \|", re.MULTILINE)
+    ours = page if other == "trl" else others_column.sub("", page)
+    named = set(re.findall(r"`((?:actor_rollout_ref|algorithm|data|gateway|reward|trainer)\.[a-z_.]+)", ours))
     known = {key.name for key in keys()}
     assert len(named) > 20
-    assert [
-        name for name in sorted(named - theirs) if not any(key == name or key.startswith(f"{name}.") for key in known)
-    ] == []
+    assert [name for name in sorted(named) if not any(key == name or key.startswith(f"{name}.") for key in known)] == []
 
 
 def trained(other: str, folder: Path) -> dict[str, Any]:
-    """The last step's metrics of the page's script."""
-    [script] = re.findall(
-        r"^```python\n(.*?)^```", (DOCS / f"coming-from-{other}.md").read_text(), flags=re.MULTILINE | re.DOTALL
-    )
+    """The last step's metrics of the page's script, its last block; those before it say their names."""
+    page = (DOCS / f"coming-from-{other}.md").read_text()
+    *modules, script = re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+    for module in modules:
+        name = module.split("\n", 1)[0].removeprefix("# ")
+        (folder / name).write_text(module)
     (folder / "script.py").write_text(script)
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=folder, capture_output=True, text=True, timeout=400, check=False
@@ -51,11 +52,34 @@ def test_the_script_with_trls_reward_functions_trains(tmp_path: Path) -> None:
     assert row["critic/score/mean"] == pytest.approx(row["rollouts/reward/right"] + 0.2 * row["rollouts/reward/brief"])
 
 
+def needs(package: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(
+        not IN_ITS_ENVIRONMENT and importlib.util.find_spec(package) is None,
+        reason=f"needs {package}: make test-agents",
+    )
+
+
 @pytest.mark.agents
 @pytest.mark.smoke
-@pytest.mark.skipif(
-    not IN_ITS_ENVIRONMENT and importlib.util.find_spec("verifiers") is None, reason="needs verifiers: make test-agents"
-)
+@needs("art")
+def test_the_script_with_a_rollout_of_arts_trains(tmp_path: Path) -> None:
+    row = trained("art", tmp_path)
+    assert row["critic/score/mean"] == row["rollouts/reward/right"] > 0
+    assert row["rollouts/rows"] == 8
+
+
+@pytest.mark.agents
+@pytest.mark.smoke
+@needs("skyrl_gym")
+def test_the_script_with_an_environment_of_skyrls_trains(tmp_path: Path) -> None:
+    row = trained("skyrl", tmp_path)
+    assert 1 < row["rollouts/reward/turns"] < 2
+    assert row["rollouts/rows"] == 8  # one for each rollout, whose turns are its
+
+
+@pytest.mark.agents
+@pytest.mark.smoke
+@needs("verifiers")
 def test_the_script_with_an_environment_of_verifiers_trains(tmp_path: Path) -> None:
     row = trained("verifiers", tmp_path)
     assert row["critic/score/mean"] == pytest.approx(row["rollouts/reward/right"] + 0.2 * row["rollouts/reward/brief"])

@@ -1,5 +1,6 @@
 """A step's groups are graded: in order, several at a time, and nothing but finite rewards comes of it."""
 
+import asyncio
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -48,6 +49,29 @@ def test_one_at_a_time_is_in_the_callers_own_thread() -> None:
     threads: set[Any] = set()
     grade(lambda rollouts: threads.add(threading.current_thread()) or [0.0], [group("a"), group("b")], concurrency=1)
     assert threads == {threading.main_thread()}
+
+
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_an_async_function_runs_on_one_event_loop(concurrency: int) -> None:
+    """A client that it keeps belongs to a loop."""
+    loops = set()
+
+    async def asked(rollouts: Sequence[FinishedRollout]) -> list[float]:
+        loops.add(asyncio.get_running_loop())
+        await asyncio.sleep(0)
+        return lengths(rollouts)
+
+    groups = [group("a", "bb"), group("ccc", group_id="g1")]
+    assert grade(asked, groups, concurrency=concurrency) == [[{"reward": 1.0}, {"reward": 2.0}], [{"reward": 3.0}]]
+    grade(asked, groups, concurrency=concurrency)
+    assert len(loops) == 1
+
+    async def fails(rollouts: Sequence[FinishedRollout]) -> list[float]:
+        raise ValueError("no judge")
+
+    with pytest.raises(ValueError, match="no judge") as error:
+        grade(fails, groups, concurrency=concurrency)
+    assert error.value.__notes__ == ["while group g was graded (2 rollouts)"]
 
 
 def test_several_rewards_by_name_are_kept() -> None:
