@@ -159,7 +159,11 @@ def skipped(batch: StepBatch, step: int, rule: FilterGroups, policy: str = "") -
         reasons.update(part.trajectory.excluded, **part.excluded)
     tokens = ", ".join(f"{n} tokens excluded as {reason}" for reason, n in sorted(reasons.items()))
     kinds = Counter(
-        "were lost to infrastructure" if part.trajectory.lost else "made no call"
+        "were cancelled"
+        if part.trajectory.cancelled
+        else "were lost to infrastructure"
+        if part.trajectory.lost
+        else "made no call"
         for part in batch.parts
         if part.trajectory.lost or part.trajectory.calls == 0
     )

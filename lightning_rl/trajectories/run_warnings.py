@@ -56,7 +56,8 @@ class Problems:
         self._warned: set[str] = set()
 
     def report(self, when: str, trajectories: Sequence[Trajectory]) -> None:
-        """Warn of what is new among these rollouts; `when` names the step."""
+        """Warn of what is new among these rollouts; `when` names the step. Nothing is wrong with cancelled ones."""
+        trajectories = [one for one in trajectories if not one.cancelled]
         for kind, (count, text) in self._problems(trajectories).items():
             if kind not in self._warned:
                 self._warned.add(kind)
@@ -96,7 +97,8 @@ class Problems:
     def check(self, when: str, trajectories: Sequence[Trajectory]) -> None:
         """Raises AllFailed where nothing can be learned from any of these rollouts: the agent failed (with the first
         traceback), gave no reward, or made no call; and where most calls seem to be recorded with other rollouts.
-        Raises InfrastructureFailed where that failed on every attempt of all."""
+        Raises InfrastructureFailed where that failed on every attempt of all. Cancelled ones say nothing of these."""
+        trajectories = [one for one in trajectories if not one.cancelled]
         mixed_up = _maybe_called_as_others(trajectories)
         if mixed_up >= max(_MANY, len(trajectories) / 2):
             raise AllFailed(

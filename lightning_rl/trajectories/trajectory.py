@@ -34,7 +34,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """One ended rollout.
 
     `reward` is what it counts with in its group: the final reward, else the sum of those of its calls; None where it
-    takes no part (infrastructure failed, or `agent_failure: exclude`). `rewards` are what credit is given from.
+    takes no part (infrastructure failed, it was `cancelled`, or `agent_failure: exclude`). `rewards` are what credit is given from.
     `left_out` counts tokens of its calls that no row trains, by reason, `excluded` those of its other attempts; the
     masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for itself.
     `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there. `ended_by` is
@@ -70,6 +70,7 @@ class Trajectory(msgspec.Struct, kw_only=True):
     task: Any = None
     spoken: dict[str, SpokenCall] = {}
     unrewarded: bool = False
+    cancelled: bool = False
     of_policies: "dict[str, Trajectory]" = {}
 
     @property
@@ -158,6 +159,7 @@ def trajectory_of(
         task=rollout.task,
         spoken=records.spoken,
         unrewarded=unrewarded,
+        cancelled=rollout.status == "cancelled",
     )
     trajectory.check()
     return trajectory

@@ -104,15 +104,16 @@ def test_the_rollout_to_look_at_is_one_that_made_a_call(tmp_path: Path) -> None:
 
 
 def test_why_a_step_updates_nothing_is_told_with_its_policy(caplog: pytest.LogCaptureFixture) -> None:
-    batch = build([replace(rollout("a"), excluded={"superseded": 2}), rollout("b", make_call(0, None))], BatchRules())
+    silent = replace(rollout("a"), excluded={"superseded": 2})
+    batch = build([silent, rollout("b", make_call(0, None)), replace(rollout("c"), cancelled=True)], BatchRules())
     batch.parts[1].keep([np.zeros(2, bool)], "rejected")
     assert reporting.skipped(batch, 4, FilterGroups(), "planner") == {"training/skipped": 1.0}
     rule = FilterGroups(enable=True, metric="speed", max_num_gen_batches=3)
     reporting.skipped(build([], BatchRules()), 5, rule)
     reporting.skipped(build([], BatchRules()), 6, FilterGroups())
     assert caplog.messages == [
-        "step 4 updates nothing of policy planner: 1 of 2 rollouts made no call; 2 tokens excluded as rejected, "
-        "2 tokens excluded as superseded",
+        "step 4 updates nothing of policy planner: 1 of 3 rollouts made no call; 1 of 3 rollouts were cancelled; "
+        "2 tokens excluded as rejected, 2 tokens excluded as superseded",
         "step 5 updates nothing: in 3 batches no group has rewards named speed that differ (algorithm.filter_groups)",
         "step 6 updates nothing: there are no rollouts",
     ]

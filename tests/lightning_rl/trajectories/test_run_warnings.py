@@ -63,6 +63,15 @@ def test_failures_that_are_worth_more_than_rollouts_that_end_well_are_told(
     )
 
 
+def test_nothing_is_wrong_with_cancelled_rollouts(problems: Problems, caplog: pytest.LogCaptureFixture) -> None:
+    cancelled = trajectory(calls=0, reward=None, cancelled=True)
+    problems.report("step 1", [cancelled, trajectory()])
+    problems.check("step 1", [cancelled, cancelled])
+    assert told(caplog) == []
+    with pytest.raises(AllFailed, match="step 2: all 1 rollouts made no call to the model"):
+        problems.check("step 2", [cancelled, trajectory(calls=0)])
+
+
 def test_a_client_that_is_kept_for_other_rollouts_is_guessed_at(
     problems: Problems, caplog: pytest.LogCaptureFixture
 ) -> None:
