@@ -34,8 +34,8 @@ class Trajectory(msgspec.Struct, kw_only=True):
     """One ended rollout.
 
     `reward` is what it counts with in its group: the final reward, else the sum of those of its calls; None where it
-    takes no part (infrastructure failed, it was `cancelled`, or `agent_failure: exclude`). `rewards` are what credit is given from.
-    `left_out` counts tokens of its calls that no row trains, by reason, `excluded` those of its other attempts; the
+    takes no part (infrastructure failed, it was `cancelled`, or `agent_failure: exclude`). `rewards` are what credit is
+    given from. `left_out` counts tokens of its calls that no row trains, by reason, `excluded` those of its other attempts; the
     masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for itself.
     `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there. `ended_by` is
     what ended it, where an agent loop says it (`termination`). `media` has the images that its rows show, by their
