@@ -54,12 +54,19 @@ def is_infrastructure(error: BaseException, claim: Claim) -> bool:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what it was raised from, and what is in groups (of an `asyncio.TaskGroup`, say)."""
     seen: set[int] = set()
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in seen:
+    open_causes = [error]
+    while open_causes:
+        cause = open_causes.pop()
+        if id(cause) in seen:
+            continue
         seen.add(id(cause))
         yield cause
-        cause = cause.__cause__ or cause.__context__
+        if isinstance(cause, BaseExceptionGroup):
+            open_causes += cause.exceptions
+        if (before := cause.__cause__ or cause.__context__) is not None:
+            open_causes.append(before)
 
 
 def _status(error: BaseException) -> int | None:

@@ -35,16 +35,16 @@ class Trajectory(msgspec.Struct, kw_only=True):
 
     `reward` is what it counts with in its group: the final reward, else the sum of those of its calls; None where it
     takes no part (infrastructure failed, it was `cancelled`, or `agent_failure: exclude`). `rewards` are what credit is
-    given from. `left_out` counts tokens of its calls that no row trains, by reason, `excluded` those of its other attempts; the
-    masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for itself.
-    `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there. `ended_by` is
-    what ended it, where an agent loop says it (`termination`). `media` has the images that its rows show, by their
-    SHA-256. Where the agent asked several policies, `of_policies` has by name what each of them learns from, and the
-    rows here are only to be counted. `recorded_tokens` are those that its gateways recorded for each of its attempts,
-    by attempt id; `span_tokens` are those of all its attempts that agents' spans tell of: no gateway counted them.
-    Of one without any call, `printed` is the end of what it printed. `task` is what it ran on. `spoken` has its calls
-    as messages, by call id, where they were asked for. `unrewarded`: it was given no reward, and counts with 0, since
-    the run needs none.
+    given from. `left_out` counts tokens of its calls that no row trains, by reason, `excluded` those of its other
+    attempts; the masks of `rows` hold all others. `why_left_out` has the reason of every call that is left out for
+    itself. `other_calls` went to other models than the policy. `lost_rewards` were for calls that are not there.
+    `ended_by` is what ended it, where an agent loop says it (`termination`). `media` has the images that its rows show,
+    by their SHA-256. Where the agent asked several policies, `of_policies` has by name what each of them learns from,
+    and the rows here are only to be counted. `recorded_tokens` are those that its gateways recorded for each of its
+    attempts, by attempt id; `span_tokens` are those of all its attempts that agents' spans tell of: no gateway counted
+    them. Of one without any call, `printed` is the end of what it printed. `task` is what it ran on. `spoken` has its
+    calls as messages, by call id, where they were asked for. `unrewarded`: it was given no reward, and counts with 0,
+    since the run needs none.
     """
 
     rollout_id: str

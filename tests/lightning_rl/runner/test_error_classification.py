@@ -38,6 +38,8 @@ def status(code: int, url: str) -> openai.APIStatusError:
         (SandboxError("the container is gone"), True),
         (ConnectionError("the agent's own socket"), False),
         (ValueError("x"), False),
+        (ExceptionGroup("of a task group", [ValueError("x"), ExceptionGroup("", [status(503, OURS)])]), True),
+        (ExceptionGroup("of a task group", [ValueError("x"), status(400, OURS)]), False),
     ],
 )
 def test_whose_fault_it_is(claim, error, infrastructure) -> None:
