@@ -746,8 +746,8 @@ class FilterGroups(Section, frozen=True):
     metric: Annotated[
         str,
         effect(
-            "the reward that has to differ, by name; reward: what a rollout counts with; acc: the same, where no "
-            "reward is named so"
+            "the reward that has to differ, by name; reward: what a rollout counts with, before penalties; acc: the "
+            "same, where no reward is named so"
         ),
     ] = "reward"
     max_num_gen_batches: Annotated[

@@ -118,8 +118,8 @@ class Attachment:
         self._has_left = True
         self.close()
         self._renewing.join()
-        with contextlib.suppress(StoreError):  # a server that is gone, or started anew, has none of it
-            self._store.end_run(self._run_id)
+        with contextlib.suppress(StoreError):  # a server that is gone, or started anew, or has another trainer of it
+            self._store.end_run(self._run_id, self._session)
 
     def _renew(self) -> None:
         warned = False

@@ -12,7 +12,7 @@ import os
 import signal
 import sqlite3
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,6 +66,7 @@ class Named(msgspec.Struct):
 
 
 C = TypeVar("C", bound=Named)
+S = TypeVar("S", bound=HttpStore)
 
 
 class _Place(Named):
@@ -98,7 +99,8 @@ def opened(run_dir: Path) -> Iterator[sa.Connection]:
         store = run_dir if run_dir.is_file() else run_dir / STORE
         if is_attached(run_dir):
             store = Path(close.enter_context(TemporaryDirectory(prefix="lightning-rl-"))) / STORE
-            _copy(run_dir, store)
+            with servers(run_dir, HttpStore) as stores:
+                copy_run(stores, (run_dir / RUN_ID).read_text(encoding="utf-8").strip(), store)
         if not store.is_file():
             others = [file.name for file in sorted(run_dir.glob("*.db"))[:1]]
             of_server = f", or {others[0]} in it, a server's store" if others else ""
@@ -111,11 +113,11 @@ def opened(run_dir: Path) -> Iterator[sa.Connection]:
 
 
 @contextmanager
-def copied(servers: Sequence[HttpStore], run_id: str | None) -> Iterator[sa.Connection]:
+def copied(stores: Sequence[HttpStore], run_id: str | None) -> Iterator[sa.Connection]:
     """What servers have of a run (None: of all), copied, for reading. Raises what the servers' calls raise."""
     with TemporaryDirectory(prefix="lightning-rl-") as folder:
         store = Path(folder) / STORE
-        copy_run(servers, run_id, store)
+        copy_run(stores, run_id, store)
         with _reading(store) as connection:
             yield connection
 
@@ -146,8 +148,10 @@ def server_urls(run_dir: Path) -> list[str]:
     return (run_dir / SERVER_URL).read_text(encoding="utf-8").split()
 
 
-def _copy(run_dir: Path, store: Path) -> None:
-    """Copy what the servers have of an attached run into a new store."""
+@contextmanager
+def servers(run_dir: Path, opened_as: Callable[[str, str], S]) -> Iterator[list[S]]:
+    """The servers that have the rollouts of an attached run, each opened by its URL and the key in the environment.
+    Raises NotRecorded where there is no key, and for what a server refuses, or does not answer, within the block."""
     urls, key = server_urls(run_dir), os.environ.get(ADMIN_KEY)
     at = f"the server at {urls[0]}, which has its rollouts"
     if len(urls) > 1:
@@ -158,9 +162,8 @@ def _copy(run_dir: Path, store: Path) -> None:
     if not (run_dir / RUN_ID).is_file():
         raise NotRecorded(f"{where}, and there is no {RUN_ID} to tell which: put the run's file back")
     with ExitStack() as close:
-        servers = [close.enter_context(closing(HttpStore(url, key))) for url in urls]
         try:
-            copy_run(servers, (run_dir / RUN_ID).read_text(encoding="utf-8").strip(), store)
+            yield [close.enter_context(closing(opened_as(url, key))) for url in urls]
         except NotAllowed as error:
             raise NotRecorded(f"{where} and refuses the key in {ADMIN_KEY}: set it to its admin key") from error
         except StoreError as error:

@@ -3,6 +3,7 @@
 Invariant: a folder is only read, a page or a moment at a time, so that a run that goes on is never held up.
 """
 
+import logging
 import sys
 import time
 from collections import deque
@@ -19,14 +20,17 @@ from lightning_rl.inspect import recorded
 from lightning_rl.store import queries, schema
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.contract import Rollout, RolloutTrace
+from lightning_rl.store.errors import Unreachable
 from lightning_rl.store.life_cycle import ENDED
 from lightning_rl.store.records import rollout_of
 from lightning_rl.store.run_store import rank_of
 
 _PAGE = 500  # rollouts
 _POLL_SECONDS = 1.0  # between two looks into a file
+_AWAY_SECONDS = 1.0  # between two tries to reach a server
 _WAIT_SECONDS = 2.0  # at a server: rollouts that are new are heard of by then
 _WAITED_FOR = 1000  # rollouts that one long poll names
+_log = logging.getLogger(__name__)
 
 
 class Which(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,20 +71,30 @@ class RolloutSource(Protocol):
 
 
 def tail(place: RolloutSource, which: Which, *, before: int = 0) -> Iterator[Rollout]:
-    """Rollouts as they end, for ever; at first the `before` newest of those that have ended already."""
+    """Rollouts as they end, for ever; at first the `before` newest of those that have ended already. A server that goes
+    away afterwards is waited for."""
     waiting: dict[str, Rollout] = {}
     for rollout in _last_ended(place.arrived(), waiting, before, which):
         yield rollout
+    is_away = False
     while True:
-        for rollout in place.arrived():
-            if rollout.status not in ENDED:
-                waiting[rollout.rollout_id] = rollout
-            elif which.fits(rollout):
-                yield rollout
-        for rollout in place.ended(list(waiting)):
-            del waiting[rollout.rollout_id]
-            if which.fits(rollout):
-                yield rollout
+        try:
+            for rollout in place.arrived():
+                if rollout.status not in ENDED:
+                    waiting[rollout.rollout_id] = rollout
+                elif which.fits(rollout):
+                    yield rollout
+            for rollout in place.ended(list(waiting)):
+                del waiting[rollout.rollout_id]
+                if which.fits(rollout):
+                    yield rollout
+        except Unreachable as error:
+            if not is_away:
+                _log.warning("waiting for the server, which is away: %s", error)
+            is_away = True
+            time.sleep(_AWAY_SECONDS)
+        else:
+            is_away = False
 
 
 def _last_ended(rollouts: Iterable[Rollout], waiting: dict[str, Rollout], n: int, which: Which) -> deque[Rollout]:

@@ -220,16 +220,22 @@ def read(trajectories: Sequence[Trajectory], rules: BatchRules) -> StepBatch:
     return batch
 
 
+def counted(trajectory: Trajectory, rules: BatchRules) -> float | None:
+    """What a rollout counts with, its penalty in it; None where it has no reward."""
+    return _shaped(trajectory, rules.overlong_buffer).reward
+
+
 def estimate(batch: StepBatch, rules: BatchRules, greedy: Mapping[str, float] | None = None) -> None:
     """Give the rows their advantages, and under an estimator with a critic their returns; take out what `rules` drop.
+    `whiten` comes after it.
 
-    `greedy` has, by group id, the reward of a greedy rollout of the group's task, for an estimator that asks for it;
-    it lacks groups whose greedy rollout gave none.
+    `greedy` has, by group id, what a greedy rollout of the group's task counts with (`counted`), for an estimator that
+    asks for it; it lacks groups whose greedy rollout gave nothing.
     Once for a batch. Its sequences need `values` for an estimator with a critic, `old_log_probs` and
     `reference_log_probs` for a `kl_coef`.
 
-    Raises CreditError naming the rollout that a strategy fails on or whose advantages are too large to train on,
-    EstimatorError where the estimator fails or lacks something, and ValueError where log probabilities are missing.
+    Raises CreditError naming the rollout that a strategy fails on, EstimatorError where the estimator fails or lacks
+    something, and ValueError where log probabilities are missing.
     """
     either, rewarded = rules.estimator, batch.rewarded
     estimator = either if isinstance(either, OfOutcomes | OfTokens) else OfOutcomes(either)
@@ -246,9 +252,18 @@ def estimate(batch: StepBatch, rules: BatchRules, greedy: Mapping[str, float] | 
             part.excluded[part.left_out] += part.trained
             part.sequences = []
         _check_conserved(part)
-        with np.errstate(over="ignore"):  # what float32 cannot hold is named below
+        with np.errstate(over="ignore"):  # what float32 cannot hold `whiten` names
             _place(part)
-    if estimator.whitened:
+
+
+def whiten(batch: StepBatch, rules: BatchRules) -> None:
+    """Whiten the advantages over all tokens that are trained, where the estimator asks for it: once for a batch, behind
+    whatever takes tokens out of it.
+
+    Raises CreditError naming a rollout whose advantages are too large to train on.
+    """
+    estimator = rules.estimator
+    if isinstance(estimator, OfOutcomes | OfTokens) and estimator.whitened:
         _whiten(batch.parts)
     for part in batch.parts:
         _check_finite(part)

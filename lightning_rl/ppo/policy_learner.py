@@ -200,11 +200,12 @@ class PolicyLearner:
             with timed(timing, "values"):
                 batch.put(values=models.values(batch.sequences))
         with timed(timing, "adv"):
-            compared = {group: one.of(self.name).reward for group, one in greedy.items()}
+            compared = {group: step_batch.counted(one.of(self.name), self.rules.batch) for group, one in greedy.items()}
             baselines = {group: reward for group, reward in compared.items() if reward is not None}
             step_batch.estimate(batch, replace(self.rules.batch, kl_coef=self.state.kl_coef), baselines)
             if not in_update and not self.config.algorithm.rollout_correction.bypass_mode:
                 metrics |= rollout_correction.correct(batch, self.rules.correction)
+            step_batch.whiten(batch, self.rules.batch)
         metrics |= batch.metrics()
         self.state.update_kl_coef(batch.kl, len(batch.parts))
         parts.ledger.enter(batch)

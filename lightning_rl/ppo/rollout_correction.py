@@ -1,8 +1,8 @@
 """A step's batch against its sampler: the comparison of log probabilities, importance weights, rejected tokens.
 
-The comparison gives the batch its old log probabilities. The correction comes after the advantages and before the
-weights of the loss: a rejected token is excluded like any other that is not trained, changes no group's statistics, and
-does not count in the means of the loss.
+The comparison gives the batch its old log probabilities. The correction comes after the advantages, but before these
+are whitened: a rejected token is excluded like any other that is not trained, changes no group's statistics, and counts
+neither in those of whitening nor in the means of the loss.
 """
 
 from collections.abc import Callable, Sequence

@@ -387,9 +387,10 @@ class HttpStore:
         session."""
         self._call("POST", f"/runs/{run_id}/heartbeat", {"session": session}, dict[str, Any])
 
-    def end_run(self, run_id: str) -> None:
-        """Detach a run: its engines are out, and nothing of it is handed to runners."""
-        self._call("POST", f"/runs/{run_id}/end", {}, dict[str, Any])
+    def end_run(self, run_id: str, session: str | None = None) -> None:
+        """Detach a run: its engines are out, and nothing of it is handed to runners. Raises Conflict where it is
+        attached by another session."""
+        self._call("POST", f"/runs/{run_id}/end", {"session": session}, dict[str, Any])
 
     def _call(self, method: str, path: str, body: Any, answer: type[T], wait_seconds: float = 0) -> T:
         response = self._patiently(method, path, body, wait_seconds)

@@ -15,7 +15,8 @@ from typing import Any
 from lightning_rl.config import compose, to_yaml
 from lightning_rl.errors import Explained
 from lightning_rl.files import is_a_runs_own, write_whole
-from lightning_rl.inspect.recorded import STORE, NotRecorded
+from lightning_rl.inspect.recorded import STORE, NotRecorded, is_attached, servers
+from lightning_rl.inspect.rollout_source import PagedStore
 from lightning_rl.viewer import run_folder
 from lightning_rl.viewer.bundle import document
 from lightning_rl.viewer.run import ViewedRun
@@ -64,18 +65,18 @@ def write(run_dir: Path, output: Path) -> Path:
 
 @contextlib.contextmanager
 def _read(run_dir: Path) -> Iterator[ViewedRun]:
-    """The run, read once."""
-    run = ViewedRun(run_dir)
-    with contextlib.closing(run):
-        if (run_dir / STORE).is_file():
+    """The run, read once. Raises NotRecorded where the server of an attached one cannot be read."""
+    with contextlib.ExitStack() as close:
+        stores = close.enter_context(servers(run_dir, PagedStore)) if is_attached(run_dir) else []
+        run = close.enter_context(contextlib.closing(ViewedRun(run_dir, stores)))
+        if run.has_rollouts:
             run.start(behind=False, searched=False)
         yield run
 
 
 def _document(run: ViewedRun, wanted: int) -> str:
     assert run.run_dir is not None
-    has_store = (run.run_dir / STORE).is_file()
-    tasks = run.answer("tasks", {}) if has_store else {"mode": None, "tasks": []}
+    tasks = run.answer("tasks", {}) if run.has_rollouts else {"mode": None, "tasks": []}
     improved = sorted(tasks["tasks"], key=_how_telling)
     pairs = list(_pairs(run, tasks["mode"], improved[:wanted]))
     answers: dict[str, Any] = {}
@@ -86,8 +87,8 @@ def _document(run: ViewedRun, wanted: int) -> str:
         "made": time.strftime("%Y-%m-%d %H:%M"),
         "pairs": pairs,
         "left_out": len(tasks["tasks"]) - len(pairs),
-        "rollouts": run.answer("choices", {}) if has_store else None,
-        "doctor": run.diagnosis() if has_store else {"findings": []},
+        "rollouts": run.answer("choices", {}) if run.has_rollouts else None,
+        "doctor": run.diagnosis() if run.has_rollouts else {"findings": []},
         "changed": changed_keys(run.settings()),
         "repeat": repeat(run.run_dir, run.settings()),
     }

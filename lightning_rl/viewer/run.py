@@ -71,6 +71,11 @@ class ViewedRun:
         }
 
     @property
+    def has_rollouts(self) -> bool:
+        """Whether there is a store, of the folder's or a server's, that has its rollouts."""
+        return bool(self._stores) or self.run_dir is None or (self.run_dir / STORE).is_file()
+
+    @property
     def index(self) -> Index:
         """The run's index, which is begun when it is first asked for."""
         self.start()

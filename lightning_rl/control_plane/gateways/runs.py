@@ -48,8 +48,8 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return [self.model, *self.more_models]
 
 
-class RunHeartbeat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A trainer lives, of the `session` of its run that it began."""
+class RunSession(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A trainer says that it lives, or leaves: that of the `session` of its run that it began."""
 
     session: str | None = None
 
@@ -72,6 +72,10 @@ class _Attached:
         self.given_up = False
         self.heard_at = self.confirmed_at = asyncio.get_running_loop().time()
         self.pauses: dict[str, PauseRequest] = {}  # by model, made since its trainer is silent
+
+    def check_session(self, run_id: str, session: str | None) -> None:
+        if session is not None and session not in self.request.sessions[-1:]:
+            raise Conflict(f"run {run_id} goes on in another trainer, from another copy of its folder")
 
     def silent_seconds(self) -> float:
         return asyncio.get_running_loop().time() - self.heard_at
@@ -142,18 +146,19 @@ class Runs:
         run = self._attached.get(run_id)
         if run is None or run.before:
             raise _not_attached(run_id)
-        if session is not None and session not in run.request.sessions[-1:]:
-            raise Conflict(f"run {run_id} goes on in another trainer, from another copy of its folder")
+        run.check_session(run_id, session)
         run.heard_at = asyncio.get_running_loop().time()
         pauses, run.pauses = run.pauses, {}
         for pause in pauses.values():
             if self._pauses.holds(pause):
                 await self._together.resume(ResumeRequest(model=pause.model))
 
-    async def end(self, run_id: str) -> None:
-        """Detach a run; one that is not attached stays so."""
-        run = self._attached.pop(run_id, None)
+    async def end(self, run_id: str, session: str | None = None) -> None:
+        """Detach a run; one that is not attached stays so. Raises Conflict where it is attached by another session."""
+        run = self._attached.get(run_id)
         if run is not None:
+            run.check_session(run_id, session)
+            del self._attached[run_id]
             await self._clear(run_id, run.request.models, run)
             _log.info("run %s has left", run_id)
 

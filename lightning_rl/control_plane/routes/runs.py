@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 from fastapi import APIRouter, Depends
 
-from lightning_rl.control_plane.gateways.runs import RunHeartbeat, RunInfo, RunRequest
+from lightning_rl.control_plane.gateways.runs import RunInfo, RunRequest, RunSession
 from lightning_rl.control_plane.gateways.server_info import ServerInfo
 from lightning_rl.control_plane.routes.required_key import ADMIN
 from lightning_rl.control_plane.routes.route import ApiRoute, JsonBody
@@ -34,7 +34,7 @@ async def begin_run(server: Server, run_id: str, body: Annotated[RunRequest, Dep
 
 @router.post("/runs/{run_id}/heartbeat", dependencies=[ADMIN])
 async def renew_run(
-    server: Server, run_id: str, body: Annotated[RunHeartbeat, Depends(JsonBody(RunHeartbeat))]
+    server: Server, run_id: str, body: Annotated[RunSession, Depends(JsonBody(RunSession))]
 ) -> RunAnswer:
     """Renew the lease of a run; 409 where it is not attached any more, or is by another session."""
     await server.runs.heartbeat(run_id, body.session)
@@ -42,7 +42,7 @@ async def renew_run(
 
 
 @router.post("/runs/{run_id}/end", dependencies=[ADMIN])
-async def end_run(server: Server, run_id: str) -> RunAnswer:
-    """Detach a run: its engines are out, and nothing of it is handed to runners."""
-    await server.runs.end(run_id)
+async def end_run(server: Server, run_id: str, body: Annotated[RunSession, Depends(JsonBody(RunSession))]) -> RunAnswer:
+    """Detach a run: its engines are out, and nothing of it is handed to runners; 409 where another session has it."""
+    await server.runs.end(run_id, body.session)
     return RunAnswer(run_id=run_id)

@@ -22,6 +22,7 @@ from lightning_rl.errors import Explained
 from lightning_rl.files import owned
 from lightning_rl.inspect.rollout_source import PagedStore, RolloutFolder, RolloutServer, Which, tail
 from lightning_rl.store.contract import ErrorInfo, Finish, RolloutConfig, RolloutRequest
+from lightning_rl.store.errors import Unreachable
 from lightning_rl.store.sql import SqlStore
 from tests.adapters.words import say
 from tests.lightning_rl.inspect.runs import TALK, open_store, record
@@ -253,6 +254,28 @@ def test_tail_at_a_server_waits_and_misses_none(server: tuple[str, Path], store:
         # In which order depends on when it looks: what is new and has ended is told before what was waited for.
         assert {next(ended).rollout_id, next(ended).rollout_id} == {"e-0", "e-2"}
         thread.join(LATE)
+
+
+def test_tail_waits_for_a_server_that_is_started_again(
+    server: tuple[str, Path], store: PagedStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("lightning_rl.inspect.rollout_source._AWAY_SECONDS", 0.01)
+    store.enqueue([RolloutRequest(task=1, rollout_id="f-0")])
+    ended = tail(RolloutServer(store), Which())
+    there = store.page
+    answers = iter([there, None, None])
+
+    def page(cursor: str | None, limit: int) -> Any:
+        if (answer := next(answers, there)) is not None:
+            return answer(cursor, limit)
+        store.cancel("f-0")
+        raise Unreachable("nobody is there")
+
+    monkeypatch.setattr(store, "page", page)
+    assert next(ended).rollout_id == "f-0"
+    assert [log for log in caplog.messages if "away" in log] == [
+        "waiting for the server, which is away: nobody is there"
+    ]
 
 
 def test_a_page_that_was_not_full_is_gone_on_with(

@@ -169,6 +169,10 @@ def test_a_copy_of_a_run_that_has_gone_on_is_refused_and_the_run_stays_attached(
         assert not run.confirm()
         with pytest.raises(RunGivenUp, match="goes on in another trainer, from another copy of its folder"):
             run.check()
+    store.renew_run("copied", "c")  # what left is not what is attached
+    store.end_run("copied", "c")
+    with pytest.raises(Conflict, match="run copied is not attached"):
+        store.renew_run("copied", "c")
 
 
 def test_a_run_of_several_policies_has_the_engines_of_all_and_waits_for_each_alone(

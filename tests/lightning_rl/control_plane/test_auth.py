@@ -75,7 +75,7 @@ CONTROL = {
     ("GET", "/server"): ("admin", 200),
     ("POST", "/runs/x/begin"): ("admin", 400),
     ("POST", "/runs/x/heartbeat"): ("admin", 400),
-    ("POST", "/runs/x/end"): ("admin", 200),
+    ("POST", "/runs/x/end"): ("admin", 400),
     ("GET", "/gateways"): ("admin", 200),
     ("POST", "/peers/seal"): ("peer", 409),  # which gateway is meant was not said
     ("POST", "/peers/pause"): ("peer", 409),

@@ -17,10 +17,12 @@ from lightning_rl.inspect.rollout_source import resources_of
 from lightning_rl.processes.service_keys import ADMIN_KEY
 from lightning_rl.store import copied
 from lightning_rl.store.contract import ErrorInfo, ResourcesRequest, Reward
+from lightning_rl.viewer import report
 from lightning_rl_adapters import semconv
 from tests.adapters.words import say
 from tests.lightning_rl.inspect.runs import TALK, metrics_of, open_store, record, rollout_record, step_of, write_run
 from tests.lightning_rl.runner.conftest import policy_of
+from tests.lightning_rl.viewer.test_report import answers_of
 
 RUN, OTHER = "3fa2c1", "0b1c2d"
 KEY = "an-admin-key-of-the-tests"
@@ -129,6 +131,16 @@ def test_what_an_agent_was_given_comes_along_for_a_replay(own: Path, attached: P
             rollout = recorded.trace(connection, f"train-7-0-0.{RUN}").rollout
             given.append(resources_of(connection, rollout.resources_id))
     assert given[0] == given[1] == RESOURCES
+
+
+def test_a_report_has_its_rollouts_and_findings(own: Path, attached: Path, tmp_path: Path) -> None:
+    of_own, of_attached = (
+        answers_of(report.write(each, tmp_path / f"{each.name}.html").read_text())["report"] for each in (own, attached)
+    )
+    assert of_own["rollouts"]["rollouts"] == 5
+    assert of_attached["rollouts"] == of_own["rollouts"]
+    assert of_own["doctor"]["findings"]
+    assert of_attached["doctor"] == of_own["doctor"]
 
 
 def test_its_rollouts_are_listed_without_those_of_the_other_run(attached: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lightning_rl.ppo.batch import BatchRules, StepBatch, estimate, read, records
+from lightning_rl.ppo.batch import BatchRules, StepBatch, estimate, read, records, whiten
 from lightning_rl.ppo.estimators import tree_of
 from lightning_rl.rl.advantages import ESTIMATORS
 from lightning_rl.rl.baselines import Baselines, BaselineSettings, EstimatorError, Outcomes
@@ -51,6 +51,7 @@ def build(trajectories: Sequence[Trajectory], rules: BatchRules) -> StepBatch:
             sequence.old_log_probs = np.sin(2 * before).astype(np.float32) - 2
             sequence.reference_log_probs = np.sin(3 * before).astype(np.float32) - 2
     estimate(batch, rules)
+    whiten(batch, rules)
     return batch
 
 
@@ -545,6 +546,7 @@ def valued(trajectories: list[Trajectory], values: list[list[float]], rules: Bat
     for sequence, own in zip(batch.sequences, values, strict=True):
         sequence.values = np.array(own, np.float32)
     estimate(batch, rules)
+    whiten(batch, rules)
     return batch
 
 
@@ -618,6 +620,23 @@ def test_a_call_that_is_left_out_is_context_to_the_critic_and_its_reward_stands_
     assert set(batch.parts[0].credits) == {"c0", "c2"}
 
 
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_whitening_counts_the_tokens_that_are_trained_alone(estimator: str) -> None:
+    """Those that a correction rejected are out of it, as in verl, whose correction comes before the advantages."""
+    rules = with_estimator(estimator)
+    batch = read(five(), rules)
+    for sequence in batch.sequences:
+        sequence.values = np.sin(sequence.trained).astype(np.float32)
+    estimate(batch, rules)
+    rejected = batch.parts[2]
+    rejected.keep([np.arange(len(sequence.trained)) > 0 for sequence in rejected.sequences], "rejected")
+    whiten(batch, rules)
+    assert excluded(batch)["rejected"] == len(rejected.sequences) == 1
+    found = np.concatenate([sequence.advantages for sequence in batch.sequences])
+    assert found.mean() == pytest.approx(0, abs=1e-6)
+    assert found.std(ddof=1) == pytest.approx(1, abs=1e-6)
+
+
 def test_without_values_the_estimator_says_what_it_lacks() -> None:
     batch = read(five(), GAE)
     with pytest.raises(EstimatorError, match="rollout 0: the estimator needs a critic's value of every trained token"):
@@ -638,6 +657,7 @@ def judged(trajectories: list[Trajectory], rules: BatchRules, seed: int = 0) -> 
         sequence.reference_log_probs = -random_numbers.exponential(size=size).astype(np.float32)
         sequence.values = random_numbers.normal(size=size).astype(np.float32)
     estimate(batch, rules)
+    whiten(batch, rules)
     rows = []
     for sequence in batch.sequences:
         assert sequence.old_log_probs is not None

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM
 
 import lightning_rl as lrl
+from lightning_rl.rl.shaping import OverlongBuffer
 from lightning_rl.store.sql import SqlStore
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trajectories import step_record
@@ -91,14 +92,17 @@ def test_an_adapter_is_trained_sampled_and_left_as_a_whole_model(tmp_path: Path,
 @pytest.mark.long
 def test_greedy_rollouts_are_compared_with_and_not_trained(tmp_path: Path) -> None:
     keys = {"algorithm": {"adv_estimator": "remax"}, "trainer": {"total_training_steps": 2, "val_before_train": False}}
+    keys["reward"] = {"overlong_buffer": {"enable": True, "len": 8, "max_resp_len": 8}}
     made, rows = fitted(tmp_path, keys)
+    buffer = OverlongBuffer(max_length=8, length=8)
     [_, record] = step_record.read_all(tmp_path)
     assert len(record.rollouts) == 8
     assert len(made.parts.rollouts.greedy) == 4
     for rollout in record.rollouts:
         assert rollout.reward is not None
         for call in rollout.calls.values():
-            assert call.baseline == made.parts.rollouts.greedy[rollout.group_id].reward
+            greedy_one = made.parts.rollouts.greedy[rollout.group_id]
+            assert call.baseline == greedy_one.reward + buffer.penalty(greedy_one.forest) < greedy_one.reward
             assert call.advantage == pytest.approx(rollout.reward - call.baseline)
     assert rows[1]["tokens/excluded/greedy_logprobs"] > 0
     store = SqlStore(f"sqlite:///{tmp_path / 'store.db'}")
