@@ -253,8 +253,12 @@ RULES: list[Rule] = [
     # Update.
     *[rule for old, new in _FSDP.items() for rule in _fsdp_rules(old, new)],
     _same(
-        "*.rollout_n *.calculate_entropy *.calculate_sum_pi_squared *.entropy_from_logits_* *.entropy_checkpointing",
+        "*.rollout_n *.calculate_entropy *.entropy_from_logits_* *.entropy_checkpointing",
         "computed where it is needed, logits in chunks",
+    ),
+    _same(
+        "*.calculate_sum_pi_squared *.sum_pi_squared_checkpointing",
+        "token baselines take 1 - pi for it (docs/algorithms.md)",
     ),
     _off(
         "*.ppo_micro_batch_size *.log_prob_micro_batch_size *.forward_micro_batch_size",
