@@ -217,7 +217,7 @@ $(ORACLE)/.made: tests/oracle/requirements.txt $(VENV)/.dev
 AUTOGEN := "autogen-agentchat>=0.7,<1" "autogen-core>=0.7,<1" "autogen-ext>=0.7,<1" "jsonref>=1.1,<2" "aiofiles>=24"
 INSTRUMENTATION := "opentelemetry-instrumentation-httpx>=0.59b0,<1" "opentelemetry-util-http>=0.59b0,<1"
 VERIFIERS := "verifiers>=0.3,<0.4" "aiolimiter>=1.2" "loguru>=0.7" "setproctitle>=1.3" "tomli-w>=1"
-ART := "openpipe-art>=0.5.18,<0.5.19" "polars>=1.26"
+ART := "openpipe-art>=0.5.18,<0.5.19" "polars>=1.26" "polars-runtime-32>=1.26"
 $(AGENTS)/.made: Makefile $(VENV)/.dev
 	$(UV_VENV) $(AGENTS)
 	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" > $$($(AGENTS)/bin/$(PURELIB))/ours.pth

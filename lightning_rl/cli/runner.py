@@ -124,10 +124,12 @@ def _wait_for(servers: "Sequence[HttpStore]") -> None:
 
 def _answers(server: "HttpStore") -> bool:
     """Whether it is there. Raises CannotJoin for a refused key, and for what is no server of ours."""
-    from lightning_rl.store.errors import NotAllowed, StoreError, Unreachable
+    from lightning_rl.store.errors import ForeignAnswer, NotAllowed, StoreError, Unreachable
 
     try:
         server.workers_died([])  # a request that changes nothing
+    except ForeignAnswer as error:
+        raise CannotJoin(str(error)) from error
     except Unreachable:
         return False
     except NotAllowed as error:

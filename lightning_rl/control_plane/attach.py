@@ -21,7 +21,7 @@ from lightning_rl.control_plane.gateways.server_info import Served, ServerInfo, 
 from lightning_rl.errors import Explained
 from lightning_rl.processes.service_keys import ADMIN_KEY, is_loopback
 from lightning_rl.store.client import HttpStore
-from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreError, Unreachable
+from lightning_rl.store.errors import Conflict, ForeignAnswer, Invalid, NotAllowed, NotFound, StoreError, Unreachable
 
 LEASE_SECONDS = 60.0
 _RENEWAL_SECONDS = 0.5  # between two words of a run
@@ -235,7 +235,7 @@ def _checked(store: HttpStore, policy: PolicyToServe) -> ServerInfo:
         raise CannotAttach(
             f"{store.url} refuses the key: set {ADMIN_KEY} to the one that it was started with"
         ) from error
-    except NotFound as error:
+    except (NotFound, ForeignAnswer) as error:
         raise CannotAttach(f"{store.url} is no lightning_rl server, or one of another version: {error}") from error
     except Unreachable as error:
         raise CannotAttach(

@@ -7,7 +7,7 @@ import logging
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
@@ -236,6 +236,7 @@ class RolloutServers:
 
     def __init__(self, servers: Sequence[RolloutServer]) -> None:
         self._servers = servers
+        self._away: set[int] = set()  # numbers of servers
         self._at: dict[str, tuple[tuple[bool, float], int]] = {}  # of those that arrived: rank, and the server's number
 
     def newest(self, which: Which, limit: int) -> list[Rollout]:
@@ -255,17 +256,33 @@ class RolloutServers:
 
     def arrived(self) -> Iterator[Rollout]:
         """See `RolloutSource`; of each server's, the oldest first."""
-        for number, server in enumerate(self._servers):
-            for rollout in server.arrived():
-                rank = (rank_of(rollout), number)
-                if rank >= self._at.get(rollout.rollout_id, rank):
-                    self._at[rollout.rollout_id] = rank
-                    yield rollout
+        for number, rollout in self._of_each(lambda server, _: server.arrived()):
+            rank = (rank_of(rollout), number)
+            if rank >= self._at.get(rollout.rollout_id, rank):
+                self._at[rollout.rollout_id] = rank
+                yield rollout
 
     def ended(self, rollout_ids: Sequence[str]) -> list[Rollout]:
         """See `RolloutSource`: one long poll at each server after the other."""
-        return [
-            rollout
-            for number, server in enumerate(self._servers)
-            for rollout in server.ended([each for each in rollout_ids if self._at[each][1] == number])
+        by_server = [
+            [each for each in rollout_ids if self._at[each][1] == number] for number in range(len(self._servers))
         ]
+        return [rollout for _, rollout in self._of_each(lambda server, number: server.ended(by_server[number]))]
+
+    def _of_each(self, look: Callable[[RolloutServer, int], Iterable[Rollout]]) -> Iterator[tuple[int, Rollout]]:
+        """What each server has, with its number. One that is away is told of and left out. Raises Unreachable where all
+        are away."""
+        failed = 0
+        for number, server in enumerate(self._servers):
+            try:
+                for rollout in look(server, number):
+                    yield number, rollout
+            except Unreachable as error:
+                failed += 1
+                if failed == len(self._servers):
+                    raise
+                if number not in self._away:
+                    _log.warning("going on without a server that is away: %s", error)
+                self._away.add(number)
+            else:
+                self._away.discard(number)

@@ -33,6 +33,8 @@ class AsyncAgents:
         self._tasks.add(task)
         try:
             return await awaitable
+        except (SystemExit, KeyboardInterrupt) as error:  # which would end the loop, and leave all that waits for it
+            raise RuntimeError(f"{error!r} in an async function: raise an exception instead") from error
         finally:
             self._tasks.discard(task)
 

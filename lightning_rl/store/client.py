@@ -5,7 +5,6 @@ connection that breaks in mid-answer is retried without harm. Safe to share betw
 """
 
 import logging
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -47,7 +46,15 @@ from lightning_rl.store.contract import (
     body_of,
     body_of_request,
 )
-from lightning_rl.store.errors import Conflict, Invalid, NotAllowed, NotFound, StoreError, StoreUnwritable, Unreachable
+from lightning_rl.store.errors import (
+    Conflict,
+    ForeignAnswer,
+    Invalid,
+    NotAllowed,
+    NotFound,
+    StoreUnwritable,
+    Unreachable,
+)
 from lightning_rl.store.run_store import TRACES_AT_ONCE
 from lightning_rl_adapters.ids import new_id
 from lightning_rl_proxy.recording.ledger import AttemptTokens
@@ -78,6 +85,7 @@ _ENQUEUE_BATCH = 1000
 _REWARDS_AT_ONCE = 8  # attempts that are given rewards at a time
 _PATIENCE_SECONDS = 60.0  # with a store that cannot be written
 _ROOT = "/api/v1"
+_SHOWN = 120  # characters, of an answer that is not ours
 _MAX_PAUSE_SECONDS = 2.0  # between two tries of that
 
 
@@ -97,7 +105,7 @@ class HttpStore:
 
     Each call raises the error that the server named (`Invalid`, `NotAllowed`, `NotFound`, `Conflict`),
     `StoreUnwritable` when the server could not write its store for `patience_seconds`, `Unreachable` when there was no
-    answer after a few tries, or `StoreError` where what answers is no server of this version.
+    answer after a few tries (`ForeignAnswer`: one that no server of this version gives).
     """
 
     def __init__(
@@ -401,7 +409,7 @@ class HttpStore:
                 return msgspec.msgpack.decode(response.data, type=answer)
             return msgspec.json.decode(response.data, type=answer)
         except msgspec.DecodeError as error:
-            raise StoreError(  # not `Unreachable`, which is waited for
+            raise ForeignAnswer(
                 f"{_start(response)} is no answer of a lightning-rl server of this version: {error} "
                 f"({response.status} at {method} {self._root + path})"
             ) from error
@@ -457,7 +465,8 @@ def _refusal(method: str, url: str, response: urllib3.BaseHTTPResponse) -> Excep
 
 def _start(response: urllib3.BaseHTTPResponse) -> str:
     """The answer's first words, for an error; a page of HTML has thousands."""
-    return repr(textwrap.shorten(response.data[:2000].decode(errors="replace"), 120))
+    words = " ".join(response.data[:2000].decode(errors="replace").split())
+    return repr(words if len(words) <= _SHOWN else f"{words[:_SHOWN]}...")
 
 
 def _attempt_path(rollout_id: str, attempt_id: str) -> str:

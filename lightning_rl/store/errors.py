@@ -27,5 +27,9 @@ class Unreachable(StoreError):
     """The server cannot be reached, or failed while answering: infrastructure, not the caller."""
 
 
+class ForeignAnswer(Unreachable):
+    """What answers is no server of this version: another program, or a relay in front of the server."""
+
+
 class StoreUnwritable(Unreachable):
     """The server answers but cannot write its store: a full disk, most often. What was recorded is kept."""

@@ -65,7 +65,7 @@ class Problems:
 
     def report_missing_reward(self, key: str, name: str, trajectories: Sequence[Trajectory]) -> None:
         """Warn where a key names a reward that none of the rollouts has whose agents did not fail."""
-        successes = [trajectory for trajectory in trajectories if not trajectory.agent_failed]
+        successes = [one for one in trajectories if not one.agent_failed and not one.cancelled]
         there = {named for trajectory in successes for named in trajectory.rewards.named}
         if name == FINAL or name in there or f"{key}={name}" in self._warned or not successes:
             return

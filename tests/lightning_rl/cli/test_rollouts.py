@@ -20,8 +20,8 @@ from lightning_rl.cli.rollouts import ADMIN_KEY, KEY_FILE, REPEATS, URL_FILE
 from lightning_rl.control_plane.launch import launch
 from lightning_rl.errors import Explained
 from lightning_rl.files import owned
-from lightning_rl.inspect.rollout_source import PagedStore, RolloutFolder, RolloutServer, Which, tail
-from lightning_rl.store.contract import ErrorInfo, Finish, RolloutConfig, RolloutRequest
+from lightning_rl.inspect.rollout_source import PagedStore, RolloutFolder, RolloutServer, RolloutServers, Which, tail
+from lightning_rl.store.contract import ErrorInfo, Finish, Rollout, RolloutConfig, RolloutRequest
 from lightning_rl.store.errors import Unreachable
 from lightning_rl.store.sql import SqlStore
 from tests.adapters.words import say
@@ -276,6 +276,26 @@ def test_tail_waits_for_a_server_that_is_started_again(
     assert [log for log in caplog.messages if "away" in log] == [
         "waiting for the server, which is away: nobody is there"
     ]
+
+
+class AwayServer(RolloutServer):
+    def arrived(self) -> Iterator[Rollout]:
+        raise Unreachable("nobody is there")
+
+    ended = newest = lambda self, *_: next(self.arrived())
+
+
+def test_of_several_servers_one_that_is_away_hides_none_of_the_others(
+    store: PagedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.enqueue([RolloutRequest(task=1, rollout_id="g-0")])
+    place = RolloutServers([AwayServer(store), RolloutServer(store)])
+    assert "g-0" in {rollout.rollout_id for rollout in place.arrived()}
+    store.cancel("g-0")
+    assert [rollout.rollout_id for rollout in place.ended(["g-0"])] == ["g-0"]
+    assert caplog.messages == ["going on without a server that is away: nobody is there"]
+    with pytest.raises(Unreachable):
+        list(RolloutServers([AwayServer(store), AwayServer(store)]).arrived())
 
 
 def test_a_page_that_was_not_full_is_gone_on_with(

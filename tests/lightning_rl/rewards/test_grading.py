@@ -66,6 +66,12 @@ def test_an_async_function_runs_on_one_event_loop(concurrency: int) -> None:
     grade(asked, groups, concurrency=concurrency)
     assert len(loops) == 1
 
+    async def leaves(rollouts: Sequence[FinishedRollout]) -> list[float]:
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match=r"SystemExit\(3\) in an async function"):
+        grade(leaves, groups, concurrency=concurrency)
+
     async def fails(rollouts: Sequence[FinishedRollout]) -> list[float]:
         raise ValueError("no judge")
 

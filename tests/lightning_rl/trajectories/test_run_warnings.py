@@ -67,6 +67,7 @@ def test_nothing_is_wrong_with_cancelled_rollouts(problems: Problems, caplog: py
     cancelled = trajectory(calls=0, reward=None, cancelled=True)
     problems.report("step 1", [cancelled, trajectory()])
     problems.check("step 1", [cancelled, cancelled])
+    problems.report_missing_reward("algorithm.filter_groups.metric", "speed", [cancelled])
     assert told(caplog) == []
     with pytest.raises(AllFailed, match="step 2: all 1 rollouts made no call to the model"):
         problems.check("step 2", [cancelled, trajectory(calls=0)])
