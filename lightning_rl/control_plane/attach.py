@@ -126,7 +126,7 @@ class Attachment:
         while not self._ended.wait(_RENEWAL_SECONDS) and not self.given_up:
             try:
                 self.confirm()
-            except (Unreachable, NotAllowed) as error:  # whoever asks for rollouts finds out, too, and ends for it
+            except StoreError as error:  # whoever asks for rollouts finds out, too, and ends for it
                 if not warned:
                     _log.warning("the server at %s does not answer: %s", self._store.url, error)
                 warned = True

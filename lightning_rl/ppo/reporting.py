@@ -249,7 +249,7 @@ def rollout_metrics(trajectories: list[Trajectory], seconds: float, began_ns: in
         "rollouts/rows": float(len(rows)),
         "rollouts/agent_failed": float(sum(t.agent_failed for t in trajectories)),
         "rollouts/without_reward": float(sum(t.given_reward is None for t in trajectories)),
-        "rollouts/without_calls": float(sum(t.calls == 0 for t in trajectories)),
+        "rollouts/without_calls": float(sum(t.calls == 0 and not t.cancelled for t in trajectories)),
         "rollouts/calls_of_other_models": float(sum(t.other_calls for t in trajectories)),
         "rollouts/lost_rewards": float(sum(t.lost_rewards for t in trajectories)),
         "rollouts/cut_by_length": sum(call.finish_reason == "length" for call in made) / max(calls, 1),

@@ -5,6 +5,7 @@ out for that is counted, never dropped in silence.
 """
 
 import contextlib
+import logging
 import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -27,6 +28,7 @@ LARGEST = 5_000_000  # bytes: larger pages open slowly, or not at all
 KEY = "run"  # what stands for the run in the file's addresses
 _PAIRS = 8  # tasks that are shown early and late
 _CALLS = 24  # of one rollout, whose tokens are in the file
+_log = logging.getLogger(__name__)
 
 
 class TooLarge(Explained, RuntimeError):
@@ -65,13 +67,28 @@ def write(run_dir: Path, output: Path) -> Path:
 
 @contextlib.contextmanager
 def _read(run_dir: Path) -> Iterator[ViewedRun]:
-    """The run, read once. Raises NotRecorded where the server of an attached one cannot be read."""
-    with contextlib.ExitStack() as close:
-        stores = close.enter_context(servers(run_dir, PagedStore)) if is_attached(run_dir) else []
-        run = close.enter_context(contextlib.closing(ViewedRun(run_dir, stores)))
+    """The run, read once."""
+    with _stores_of(run_dir) as stores, contextlib.closing(ViewedRun(run_dir, stores)) as run:
         if run.has_rollouts:
             run.start(behind=False, searched=False)
         yield run
+
+
+@contextlib.contextmanager
+def _stores_of(run_dir: Path) -> Iterator[list[PagedStore]]:
+    """The servers that have the rollouts of an attached run; none, which is told, where they cannot be asked."""
+    kept, stores = contextlib.ExitStack(), list[PagedStore]()
+    try:
+        with contextlib.ExitStack() as close:
+            stores = close.enter_context(servers(run_dir, PagedStore)) if is_attached(run_dir) else []
+            for store in stores:
+                store.page(None, 1)
+            kept = close.pop_all()
+    except NotRecorded as error:
+        _log.warning("the report is without rollouts: %s", error)
+        stores = []
+    with kept:
+        yield stores
 
 
 def _document(run: ViewedRun, wanted: int) -> str:

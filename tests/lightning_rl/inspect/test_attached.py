@@ -143,6 +143,19 @@ def test_a_report_has_its_rollouts_and_findings(own: Path, attached: Path, tmp_p
     assert of_attached["doctor"] == of_own["doctor"]
 
 
+def test_a_report_of_a_server_that_is_away_says_what_it_lacks(
+    attached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told_of = answers_of(report.write(attached, tmp_path / "whole.html").read_text())
+    monkeypatch.delenv(ADMIN_KEY)
+    without_key = answers_of(report.write(attached, tmp_path / "less.html").read_text())
+    assert without_key["report"]["pairs"] == []
+    assert without_key["runs/run/metrics"] == told_of["runs/run/metrics"]
+    [message] = caplog.messages
+    assert message.startswith("the report is without rollouts: ")
+    assert f"set {ADMIN_KEY} to that server's admin key" in message
+
+
 def test_its_rollouts_are_listed_without_those_of_the_other_run(attached: Path) -> None:
     listed = told(attached, "rollouts", "list", "--json", "--run-dir", str(attached)).splitlines()
     ids = [json.loads(line)["rollout_id"] for line in listed]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from lightning_rl.ppo.batch import BatchRules, StepBatch, estimate, read, records, whiten
+from lightning_rl.ppo.batch import BatchRules, StepBatch, counted, estimate, read, records, whiten
 from lightning_rl.ppo.estimators import tree_of
 from lightning_rl.rl.advantages import ESTIMATORS
 from lightning_rl.rl.baselines import Baselines, BaselineSettings, EstimatorError, Outcomes
@@ -425,6 +425,7 @@ def test_long_answers_cost_and_the_record_says_how_much() -> None:
     assert (first.reward, first.overlong_penalty, first.calls["c0"].credit) == (0.75, -0.25, 0.75)
     assert (second.reward, second.overlong_penalty) == (1.0, 0.0)
     assert step[0].reward == 1.0  # what the metrics of rewards tell is what was given
+    assert [counted(one, BatchRules(overlong_buffer=buffer)) for one in step] == [0.75, 1.0]
     assert "rollouts/overlong_penalty" not in build(step, BatchRules()).metrics()
 
 

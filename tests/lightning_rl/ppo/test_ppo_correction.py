@@ -42,9 +42,10 @@ class Drifted(lrl.PPO):
 
 
 def trained(
-    tmp_path: Path, *, mini_batch: int = 4, **keys: Any
+    tmp_path: Path, *, mini_batch: int = 4, estimator: str = "grpo", **keys: Any
 ) -> tuple[Drifted, dict[str, Any], step_record.StepRecord]:
-    given = {"algorithm": {"norm_adv_by_std_in_grpo": False, "rollout_correction": keys}}
+    algorithm_keys = {"adv_estimator": estimator, "norm_adv_by_std_in_grpo": False, "rollout_correction": keys}
+    given = {"algorithm": algorithm_keys}
     algorithm = Drifted(config() | given | {"actor_rollout_ref.actor.ppo_mini_batch_size": mini_batch})
     lrl.Trainer(two_calls, n_runners=4, run_dir=tmp_path).fit(algorithm, [0, 1, 2, 3])
     [metrics] = read(tmp_path / "metrics.jsonl")
@@ -68,6 +69,16 @@ def test_rejected_rollouts_are_accounted_for_and_stay_in_their_groups(tmp_path: 
         assert {call.left_out for call in other.calls.values()} == {"rejected"}
     weights = {call.weight for rollout in kept for call in rollout.calls.values()}
     assert weights == {1 / metrics["tokens/trained"]}
+
+
+def test_advantages_are_whitened_over_what_was_not_rejected(tmp_path: Path) -> None:
+    algorithm, metrics, _ = trained(
+        tmp_path, estimator="reinforce_plus_plus", rollout_rs="seq_mean_k1", rollout_rs_threshold=1.25
+    )
+    assert metrics["tokens/excluded/rejected"] > 0
+    found = np.concatenate([sequence.advantages for sequence in algorithm.accounted.sequences])
+    assert found.mean() == pytest.approx(0, abs=1e-6)
+    assert found.std(ddof=1) == pytest.approx(1, abs=1e-6)
 
 
 def test_importance_weights_are_on_the_tokens_that_are_trained(tmp_path: Path) -> None:

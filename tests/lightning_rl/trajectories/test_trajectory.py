@@ -53,6 +53,8 @@ def test_a_rollout_that_infrastructure_failed_has_no_reward_and_no_rows() -> Non
     found = read(trace([make_call(0, None)], counting=None, status="failed", reward=None))
     assert (found.reward, found.rows, found.excluded["infrastructure"]) == (None, [], 2)
     assert not found.agent_failed
+    assert not found.cancelled
+    assert read(trace([make_call(0, None)], counting=None, status="cancelled", reward=None)).cancelled
 
 
 @pytest.mark.parametrize(("rule", "reward"), [(0.0, 0.0), (-1.0, -1.0), (None, None)])
