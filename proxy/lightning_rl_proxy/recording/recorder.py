@@ -251,7 +251,7 @@ class Recorder:
             try:
                 await self._ledger.add_spans([one.span for one in self._handed])
             except Exception as error:  # noqa: BLE001 - any ledger fault: the journal holds the records, we try again
-                _log.warning(
+                _log.error(
                     "the ledger refused %d records; trying again in %.2f s: %s",
                     len(self._handed),
                     backoff,
