@@ -16,7 +16,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 IN_ITS_ENVIRONMENT = Path(sys.prefix).name == ".venv-agents"  # `make test-agents`, where verifiers must be
 
 
-@pytest.mark.parametrize("other", ["art", "skyrl", "trl", "verifiers"])
+@pytest.mark.parametrize("other", ["areal", "art", "rllm", "skyrl", "trl", "verifiers"])
 def test_the_keys_that_a_page_names_are_there(other: str) -> None:
     page = (DOCS / f"coming-from-{other}.md").read_text()
     others_column = re.compile(r"^\| .*? \|", re.MULTILINE)
@@ -50,6 +50,80 @@ def test_the_script_with_trls_reward_functions_trains(tmp_path: Path) -> None:
     row = trained("trl", tmp_path)
     assert {"rollouts/reward/right", "rollouts/reward/brief"} <= row.keys()
     assert row["critic/score/mean"] == pytest.approx(row["rollouts/reward/right"] + 0.2 * row["rollouts/reward/brief"])
+
+
+@pytest.mark.e2e
+def test_the_script_with_an_agent_workflow_of_areals_trains(tmp_path: Path) -> None:
+    row = trained("areal", tmp_path)
+    assert 0 < row["critic/rewards/mean"] <= 1
+    assert row["rollouts/rows"] == 8  # one for each rollout, of one call or two
+
+
+RLLM = {  # what the script imports of rLLM, which no package index has, by the shapes of 0.3
+    "__init__.py": """
+class Function:
+    def __init__(self, function):
+        self.arun = self.evaluate = function
+
+rollout = evaluator = Function
+""",
+    "types.py": """
+from dataclasses import dataclass
+
+@dataclass
+class Task:
+    id: str
+    instruction: str
+    metadata: dict
+
+@dataclass
+class AgentConfig:
+    base_url: str
+    model: str
+    session_uid: str
+
+@dataclass
+class Step:
+    chat_completions: list
+    action: str
+
+@dataclass
+class Trajectory:
+    name: str
+    steps: list
+
+@dataclass
+class Episode:
+    trajectories: list
+    artifacts: dict
+""",
+    "eval/types.py": """
+from dataclasses import dataclass
+
+@dataclass
+class Signal:
+    name: str
+    value: float
+
+@dataclass
+class EvalOutput:
+    reward: float
+    is_correct: bool
+    signals: list
+""",
+}
+
+
+@pytest.mark.e2e
+def test_the_script_with_an_agent_flow_of_rllms_trains(tmp_path: Path) -> None:
+    for name, module in RLLM.items():
+        file = tmp_path / "rllm" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(module)
+    row = trained("rllm", tmp_path)
+    assert row["critic/score/mean"] > 0
+    assert 0 <= row["rollouts/reward/brief"] <= 1
+    assert row["rollouts/rows"] == 8  # one for each rollout, of two calls
 
 
 def needs(package: str) -> pytest.MarkDecorator:
