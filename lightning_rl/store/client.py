@@ -457,7 +457,7 @@ class _WhileOpen(urllib3.Retry):
 def _refusal(method: str, url: str, response: urllib3.BaseHTTPResponse) -> Exception:
     try:
         text = msgspec.json.decode(response.data)["error"]["message"]
-    except (msgspec.DecodeError, KeyError, TypeError):  # a relay's, or of another program
+    except (msgspec.DecodeError, RecursionError, KeyError, TypeError):  # a relay's, or of another program
         text = f"{_start(response)} is no answer of a lightning-rl server"
     kind = _ERRORS.get(response.status, Unreachable)
     return kind(f"{text} ({response.status} at {method} {url})")

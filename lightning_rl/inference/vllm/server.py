@@ -100,10 +100,11 @@ class VllmServer:
         return self._child is not None and self._child.process.poll() is None
 
     def why(self) -> str:
-        """Why it has ended, as far as its log tells."""
-        printed = self._printed()
+        """Why it has ended, as far as its log tells; it is ended if it has not."""
         child = self._started
-        status = child.reported["ended"] if "ended" in child.reported else child.process.poll() or 0
+        child.stop()  # what it told last is heard then
+        printed = self._printed()
+        status = child.reported.get("ended", child.process.returncode)
         reason = child.reported.get("error") or f"it {how_it_ended(status)}"
         for pattern, advice in _KNOWN:
             if match := re.search(pattern, printed):

@@ -10,10 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lightning_rl.inference.vllm.command import Options
 from lightning_rl.inference.vllm.server import VllmNotStarted, VllmServer
+from lightning_rl.processes.child import Child
 
 # It is called as `program -m vllm... --port N ...`.
 ANSWERS = """
@@ -84,6 +86,26 @@ def test_why_it_ended_is_said_with_what_to_do_and_the_end_of_its_log(tmp_path: P
     assert str(made.log) in str(raised.value)
     assert "Fatal Python error" not in str(raised.value)  # of the process that kept it
     assert not made.runs
+
+
+def test_a_server_that_was_killed_says_so_however_late_it_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = server(tmp_path, ANSWERS)
+    made.start()
+    made.wait()
+    hear = Child.hear
+
+    def late(child: Child, line: bytes) -> None:
+        time.sleep(0.3)
+        hear(child, line)
+
+    monkeypatch.setattr(Child, "hear", late)
+    assert made._child is not None
+    [program] = psutil.Process(made._child.process.pid).children()
+    program.kill()
+    _until(lambda: not made.runs)
+    assert "it was killed by SIGKILL" in made.why()
 
 
 def test_a_python_that_is_not_there_is_named(tmp_path: Path) -> None:
