@@ -11,6 +11,7 @@ import typer
 from lightning_rl.cli.named_agent import agent_of
 from lightning_rl.cli.sft import supervised
 from lightning_rl.cli.sigterm import ended_by_sigterm
+from lightning_rl.data import check_files
 from lightning_rl.files import newest_checkpoints
 
 if TYPE_CHECKING:
@@ -137,6 +138,9 @@ def run(
     agent = agent_of(settings, server)
     if settings.data.train_files is None and not settings.trainer.val_only:
         raise ConfigError("name the tasks: data.train_files=tasks.jsonl")
+    for files in (settings.data.train_files, settings.data.val_files, settings.data.tune_files):
+        if files is not None:
+            check_files(files)
     if dry_run:
         plan = _plan(settings, run_dir, gpus)
         _show({"begins_with": _sft_of(settings)} | plan if sft else plan, settings, notes, as_json=as_json)

@@ -45,10 +45,20 @@ def load_tasks(files: str | Path | Sequence[str | Path]) -> list[Any]:
 
     Raises DataError naming the file and the place in it.
     """
+    return [task for path in _paths(files) for task in _load(path)]
+
+
+def check_files(files: str | Path | Sequence[str | Path]) -> None:
+    """Raises DataError for a file that is not there, or of an unknown kind, without reading any."""
+    for path in _paths(files):
+        _reader(path)
+
+
+def _paths(files: str | Path | Sequence[str | Path]) -> list[Path]:
     paths = [Path(name).expanduser() for name in ([files] if isinstance(files, str | Path) else files)]
     if not paths:
         raise DataError("no file of tasks was named")
-    return [task for path in paths for task in _load(path)]
+    return paths
 
 
 def _load(path: Path) -> list[Any]:

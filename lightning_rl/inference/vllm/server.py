@@ -104,7 +104,8 @@ class VllmServer:
         child = self._started
         child.stop()  # what it told last is heard then
         printed = self._printed()
-        status = child.reported.get("ended", child.process.returncode)
+        status: int = child.process.returncode
+        status = child.reported.get("ended", status)
         reason = child.reported.get("error") or f"it {how_it_ended(status)}"
         for pattern, advice in _KNOWN:
             if match := re.search(pattern, printed):

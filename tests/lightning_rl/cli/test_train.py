@@ -246,6 +246,12 @@ def test_what_is_wrong_is_one_line(words: list[str], message: str, place: Path) 
     assert "broken.py" in message or "notthere" in message or len(done.stderr.strip().splitlines()) == 1
 
 
+def test_a_file_that_is_not_there_is_told_of_at_once(place: Path) -> None:
+    done = lightning_rl(place, "train", "agent=my_agent:solve", "data.train_files=task.jsonl", fails=True)
+    assert "task.jsonl; did you mean 'tasks.jsonl'?" in done.stderr
+    assert "loading" not in done.stdout  # which takes seconds
+
+
 def test_a_run_of_a_server_or_a_script_is_gone_on_with_there(place: Path) -> None:
     run_dir = place / "attached"
     run_dir.mkdir()
