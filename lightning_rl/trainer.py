@@ -42,6 +42,7 @@ from lightning_rl.runner.agent_pickle import pickled
 from lightning_rl.runner.payload import Isolation
 from lightning_rl.store.client import HttpStore
 from lightning_rl.store.errors import Unreachable
+from lightning_rl.telemetry import made_with
 
 if TYPE_CHECKING:
     from lightning_rl.inspect.dev import Dev
@@ -238,6 +239,7 @@ class Trainer:
             parts.callback(algorithm.close)
             child = None if self._attaches else parts.enter_context(server.loading(run_dir))
             endpoint = algorithm.open(run_dir)
+            made_with.note(run_dir)
             if not isinstance(endpoint, Endpoint):
                 raise TypeError(
                     f"{type(algorithm).__name__}.open(run_dir) returned {endpoint!r:.80}, and no lrl.Endpoint"

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from lightning_rl.config import ConfigError, keys
 from lightning_rl.config.schema import Config
 from lightning_rl.rl.kl import AdaptiveKL, FixedKL
+from lightning_rl.telemetry import made_with
 from lightning_rl.training import checkpoint
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.token_account import TokenAccount
@@ -93,11 +94,13 @@ class TuningRecord:
 
 def changes_to_warn_of(config: Config, run_dir: Path, step: int) -> Iterator[str]:
     """What is said where a run goes on with another `model.path` than it had, since its weights are its checkpoint's,
-    with keys that put the tasks into another order, and with keys that make other weights in the steps that are done
-    anew than sampled what the store has of these."""
+    with keys that put the tasks into another order, with keys that make other weights in the steps that are done anew
+    than sampled what the store has of these, and with other versions, threads or devices."""
     if not (file := run_dir / "config.yaml").is_file():
         return
     had, model = yaml.safe_load(file.read_text(encoding="utf-8")), config.actor_rollout_ref.model
+    if other := ", ".join(made_with.changes(run_dir)):
+        yield f"the run goes on with {other}: the last bits of its numbers may be other than without a stop"
     began_with = had["actor_rollout_ref"]["model"]["path"]
     if began_with != model.path and not model.lora_rank:  # the weights below an adapter are in no checkpoint
         yield (

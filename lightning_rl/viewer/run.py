@@ -4,10 +4,8 @@ Invariant: page, report and notebook's cell ask the same paths, so what one show
 """
 
 import functools
-import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from lightning_rl.inspect.rollout_source import PagedStore
 from lightning_rl.inspect.run_stats import Evidence, gather, gather_at
 from lightning_rl.inspect.trained import TrainingRecord
 from lightning_rl.store.contract import RolloutTrace
+from lightning_rl.telemetry import made_with
 from lightning_rl.viewer import live, rollout_view, run_folder, search
 from lightning_rl.viewer.index import Index
 from lightning_rl.viewer.indexer import Indexer
@@ -61,7 +60,7 @@ class ViewedRun:
         self._paths: dict[str, Callable[[Query], Any]] = {
             "summary": lambda _: self.summary(),
             "metrics": self.metrics,
-            "config": lambda _: {"config": self.settings(), "versions": versions()},
+            "config": lambda _: {"config": self.settings(), "made_with": self._made_with()},
             "now": lambda _: self.now(),
             "doctor": lambda _: self._doctor.findings(),
             "choices": lambda _: search.choices(self.index),
@@ -251,6 +250,11 @@ class ViewedRun:
         """The run's keys, flat, without secrets."""
         return {} if self.run_dir is None else run_folder.config(self.run_dir)
 
+    def _made_with(self) -> list[dict[str, Any]]:
+        """What each session of the run was made with, without its command line, which may hold a key."""
+        sessions = [] if self.run_dir is None else made_with.sessions(self.run_dir)
+        return [msgspec.to_builtins(msgspec.structs.replace(session, command="")) for session in sessions]
+
     def _checkpoint(self) -> str | None:
         """The name of the one that the run would go on from, if any."""
         folders = [] if self.run_dir is None else newest_checkpoints(self.run_dir / "checkpoints", 1)
@@ -296,17 +300,6 @@ def _of_folder(run_dir: Path) -> dict[str, Any]:
         "has_store": (run_dir / STORE).is_file(),
         "curve": timed.get("val/reward") or timed.get("critic/score/mean"),
     }
-
-
-def versions() -> dict[str, str]:
-    """The versions of what a run stands on, as they are here."""
-    by_package = {"python": platform.python_version()}
-    for name in ("lightning-rl", "torch", "transformers", "renderers", "vllm"):
-        try:
-            by_package[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return by_package
 
 
 def encoded(value: Any) -> bytes:

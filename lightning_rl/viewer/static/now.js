@@ -51,6 +51,19 @@ export function accountBar(account) {
     h("div", { class: "legend" }, parts.map(([name, n, kind]) => h("span", {}, h("i", { class: `swatch ${kind}` }), `${name} ${number(n)} (${((n / whole) * 100).toFixed(1)} %)`))));
 }
 
+// What each session of the run was made with: a run that went on elsewhere has several.
+export function madeWith(sessions) {
+  if (!sessions.length) return h("p", { class: "note" }, "With which versions it was made is not recorded.");
+  const rows = sessions.map((session) => [
+    new Date(session.began * 1000).toISOString().slice(0, 19).replace("T", " "),
+    session.commit ? `${session.commit.slice(0, 10)}${session.changed_files ? `, ${number(session.changed_files)} files changed since` : ""}` : "no git repository",
+    Object.entries(session.versions).map(([name, value]) => `${name} ${value}`).join(", "),
+    [session.devices.join(", ") || "CPU", session.threads === null ? null : `${session.threads} threads`, session.machine].filter(Boolean).join(", "),
+  ]);
+  return h("section", {}, h("h3", {}, "Made with"), h("table", { class: "list" }, h("thead", {}, h("tr", {}, ["began (UTC)", "commit", "versions", "on"].map((name) => h("th", {}, name)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, row.map((text) => h("td", {}, plainText(text))))))));
+}
+
 function waitingList(now) {
   if (now.state === "finished") return h("p", { class: "note" }, "The run is finished: nothing is waited for.");
   if (now.state !== "running") return h("p", { class: "note" }, "The run has stopped before its end: nobody works on it. ", now.checkpoint ? `lightning-rl train --resume goes on behind its checkpoint ${now.checkpoint}.` : "It has no checkpoint: lightning-rl train --resume begins it again.");

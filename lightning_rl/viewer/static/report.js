@@ -3,7 +3,7 @@
 import { h, replaced, chip, metricName, number, signed, duration, plainText, empty, taskText, select } from "./dom.js";
 import { ask, link, ofRun } from "./data.js";
 import { curve } from "./curve.js";
-import { accountBar, evaluationList, findingList } from "./now.js";
+import { accountBar, evaluationList, findingList, madeWith } from "./now.js";
 import { thenAndNow } from "./groups.js";
 import { rolloutView } from "./rollout.js";
 import { COLOURINGS, scaleOf, tokenBlock, tokenLegend, tokenValues } from "./tokens.js";
@@ -78,7 +78,7 @@ function settingsSection(report, config) {
   const table = (entries) => h("table", { class: "list" }, h("tbody", {}, entries.map(([name, value]) => h("tr", {}, h("td", { class: "mono" }, name), h("td", { class: "mono" }, plainText(JSON.stringify(value)))))));
   const changed = Object.entries(report.changed), all = Object.entries(config.config);
   return h("section", {}, h("h3", {}, "Config: what is not as by default"), changed.length ? table(changed) : h("p", { class: "note" }, all.length ? "All keys are as by default." : "The run has no config."), all.length ? h("details", {}, h("summary", {}, `all ${all.length} keys`), table(all)) : null,
-    h("p", { class: "note" }, "Versions where this was written: ", Object.entries(config.versions).map(([name, value]) => `${name} ${value}`).join(", ")));
+    madeWith(config.made_with));
 }
 
 function repeatSection(report) {

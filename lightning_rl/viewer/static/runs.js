@@ -3,6 +3,7 @@
 import { h, replaced, chip, metricName, number, duration, select, empty, plainText } from "./dom.js";
 import { ask, link, ofRun } from "./data.js";
 import { curve, sparkline } from "./curve.js";
+import { madeWith } from "./now.js";
 
 const FIRST_CURVES = ["critic/score/mean", "val/reward", "actor/entropy", "response_length/mean"];
 const MOST_OVERLAID = 8;
@@ -56,6 +57,6 @@ export async function configView(place, { run }) {
   const draw = () => replaced(body, entries.filter(([name, value]) => `${name}=${JSON.stringify(value)}`.toLowerCase().includes(field.value.toLowerCase())).map(([name, value]) => h("tr", {}, h("td", { class: "mono" }, name), h("td", { class: "mono" }, plainText(JSON.stringify(value))))));
   field.addEventListener("input", draw);
   draw();
-  replaced(place, h("div", { class: "filters" }, h("label", { class: "field grow" }, h("span", {}, "filter"), field), h("span", { class: "note" }, "versions here: ", Object.entries(told.versions).map(([name, value]) => `${name} ${value}`).join(", "))), entries.length ? h("table", { class: "list" }, body) : empty("This folder has no config.yaml: it was no training run, or its rollouts are at a server."));
+  replaced(place, h("div", { class: "filters" }, h("label", { class: "field grow" }, h("span", {}, "filter"), field)), entries.length ? h("table", { class: "list" }, body) : empty("This folder has no config.yaml: it was no training run, or its rollouts are at a server."), madeWith(told.made_with));
   return {};
 }

@@ -18,6 +18,7 @@ from lightning_rl.data.dataset import TaskError
 from lightning_rl.inspect.folder import tokenizer_folder
 from lightning_rl.rewards import FinishedRollout
 from lightning_rl.sft import examples
+from lightning_rl.telemetry import made_with
 from lightning_rl.tutorial import checkpoint
 from lightning_rl_proxy.rendering.load import FILES, load_renderer
 from tests.lightning_rl.ppo.agents import plan_and_execute, says_something
@@ -58,6 +59,7 @@ TASKS = [{"i": i} for i in range(6)]
 def test_a_baseline_is_an_accuracy_with_its_confidence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     baseline = lrl.Baseline(n=1)
     lrl.Trainer(agent, n_runners=4, run_dir=tmp_path).fit(baseline, TASKS, TASKS[:2])
+    assert len(made_with.sessions(tmp_path)) == 1
     train, val = baseline.evaluations
     assert (train.mean, train.failed, train.without_calls) == (0.5, 1, 1)
     assert (train.low, train.high) == wilson(3, 6)

@@ -13,6 +13,7 @@ from lightning_rl.cli.train import _plan
 from lightning_rl.config import ConfigError, compose, to_yaml
 from lightning_rl.config.schema import TrainConfig
 from lightning_rl.ppo.run_state import changes_to_warn_of
+from lightning_rl.telemetry import made_with
 from lightning_rl.telemetry.generations import Generations
 from lightning_rl.telemetry.metrics.jsonl import read
 from lightning_rl.trainer import RunFolderUsed
@@ -132,6 +133,9 @@ def test_a_run_that_goes_on_with_another_model_or_order_of_tasks_is_told_so(tmp_
     [size, seed] = told({"train_batch_size": 5, "seed": 7})
     assert size.startswith("data.train_batch_size=5 (it was 32) puts the tasks into another order")
     assert seed.startswith("data.seed=7 (it was ")
+    (tmp_path / made_with.FILE).write_bytes(msgspec.json.encode(msgspec.structs.replace(made_with.here(), threads=99)))
+    [threads] = told()
+    assert "threads (they were 99; OMP_NUM_THREADS sets them): the last bits of its numbers may be other" in threads
 
 
 def test_a_run_that_does_steps_anew_with_other_updates_is_told_so(tmp_path: Path) -> None:

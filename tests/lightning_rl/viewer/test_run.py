@@ -19,6 +19,7 @@ from lightning_rl.inspect.recorded import NotRecorded
 from lightning_rl.inspect.rollout_source import PagedStore
 from lightning_rl.processes.service_keys import ADMIN_KEY
 from lightning_rl.store.contract import Rollout, RolloutConfig
+from lightning_rl.telemetry import made_with
 from lightning_rl.trajectories import step_record
 from lightning_rl.trajectories.step_record import CallRecord, RolloutRecord
 from lightning_rl.viewer import live, run_folder, tokens
@@ -213,6 +214,11 @@ def test_no_key_is_told(tmp_path: Path) -> None:
     assert run.settings()["gateway.max_tokens"] == 7
     assert run.settings()["sandbox.environment.GH"] == "(set, not shown)"
     assert run.settings()["sandbox.options"] == ["API_TOKEN=***", "max_tokens=7"]
+    secret = msgspec.structs.replace(made_with.here(), command="python train.py --key=sk-argued")
+    (run_dir / made_with.FILE).write_bytes(msgspec.json.encode(secret))
+    [session] = run.answer("config", {})["made_with"]
+    assert session["versions"] == made_with.versions()
+    assert "sk-argued" not in str(session)
     run.close()
 
 
