@@ -63,7 +63,7 @@ COLUMNS: dict[What, dict[str, str]] = {
         "policy_versions": "int32s", "temperature": "float64", "sampling": "json", "messages": "json",
         "answer": "json", "reward": "float64", "call_rewards": "json", "fork_cause": "text", "delivered": "bool",
         "exact": "bool", "trainable": "bool", "overshoot": "int32", "start_ns": "int64", "end_ns": "int64",
-        "media": "json", "group_id": "text", "tools": "json", "vocabulary": "text",
+        "media": "json", "group_id": "text", "tools": "json", "vocabulary": "text", "failed": "bool",
     },
     "rows": {
         "rollout_id": "text", "attempt_id": "text", "group_id": "text", "mode": "text", "row": "int32",
@@ -202,6 +202,7 @@ def call_records(trace: RolloutTrace, vocabulary: str | None) -> Iterator[Record
                 "call_rewards": added_up(by_call.get(call.call_id, ())),
                 "tools": tools.get(attributes[call.call_id].get(semconv.TOOLS) or ""),
                 "vocabulary": vocabulary if call.trainable else None,
+                "failed": attempt.attempt.status == "failed",
             }
 
 

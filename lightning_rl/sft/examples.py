@@ -19,6 +19,7 @@ from lightning_rl.sft.student_ids import StudentFormat, Written
 from lightning_rl.sft.traces import CallTrace, TracedCall
 from lightning_rl.training.batch import TrainingSequence, sequence_of
 from lightning_rl.trajectories.call_filter import context_of, selection
+from lightning_rl.trajectories.reader import agent_failure
 from lightning_rl.trajectories.token_account import ConservationError
 from lightning_rl_adapters import forest, rows
 from lightning_rl_adapters.call import Call
@@ -90,8 +91,9 @@ def load(
     """
     of_sources, other_attempts = traces.read(sources)
     of_run, others_of_run = traces.of_calls(taught)
-    kept, left_out = traces.chosen(of_sources, config.sft)
-    kept_of_run, left_out_of_run = traces.chosen(of_run, replace(config.sft, mode=None))
+    failure = agent_failure(config)
+    kept, left_out = traces.chosen(of_sources, config.sft, failure)
+    kept_of_run, left_out_of_run = traces.chosen(of_run, replace(config.sft, mode=None), failure)
     other_attempts += others_of_run
     examples = Examples(read=other_attempts.total(), excluded=other_attempts)
     for trace, reason in (left_out := left_out + left_out_of_run):

@@ -48,10 +48,12 @@ class TracedCall(msgspec.Struct, frozen=True, kw_only=True):
     group_id: str | None = None
     tools: list[dict[str, Any]] | None = None
     vocabulary: str | None = None
+    failed: bool = False
 
 
 class CallTrace(msgspec.Struct, frozen=True, kw_only=True):
-    """The calls of a rollout's counting attempt, in order of arrival; `reward` is None where it was given none.
+    """The calls of a rollout's counting attempt, in order of arrival; `reward` is None where it was given none, or
+    `failed`, whatever it was given before.
 
     Runs number their groups alike, so `group_id` begins with the number of the source.
     """
@@ -61,6 +63,7 @@ class CallTrace(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     reward: float | None
     calls: list[TracedCall]
+    failed: bool = False
 
 
 def read(sources: Sequence[str | Path]) -> tuple[list[CallTrace], Counter[str]]:
@@ -99,11 +102,16 @@ def of_calls(calls: Iterable[TracedCall]) -> tuple[list[CallTrace], Counter[str]
     return traces, +Counter(superseded=superseded)
 
 
-def chosen(traces: Iterable[CallTrace], config: SftSection) -> tuple[list[CallTrace], list[tuple[CallTrace, str]]]:
-    """The traces to learn from, and the others, each with the reason."""
+def chosen(
+    traces: Iterable[CallTrace], config: SftSection, agent_failure: float | None
+) -> tuple[list[CallTrace], list[tuple[CallTrace, str]]]:
+    """The traces to learn from, and the others, each with the reason. Those that failed count with `agent_failure`, or
+    not at all, as in PPO."""
     kept: list[CallTrace] = []
     left_out: list[tuple[CallTrace, str]] = []
     for trace in traces:
+        if trace.failed:
+            trace = msgspec.structs.replace(trace, reward=agent_failure)
         reason = _why_not(trace, config)
         if reason is None:
             kept.append(trace)
@@ -121,7 +129,7 @@ def _why_not(trace: CallTrace, config: SftSection) -> str | None:
     if config.mode is not None and trace.mode != config.mode:
         return f"mode_{trace.mode}"
     if trace.reward is None:
-        return "no_reward" if asks else None
+        return "no_reward" if asks or trace.failed else None
     if config.min_reward is not None and trace.reward < config.min_reward:
         return "low_reward"
     return "no_weight" if config.weights == "reward" and trace.reward <= 0 else None
@@ -148,12 +156,14 @@ def _trace(calls: list[TracedCall]) -> CallTrace:
     calls = sorted(calls, key=lambda call: call.number)
     final = next((call.reward for call in calls if call.reward is not None), None)
     single = [value for call in calls for value in (call.call_rewards or {}).values()]
+    failed = any(call.failed for call in calls)
     return CallTrace(
         rollout_id=calls[0].rollout_id,
         group_id=calls[0].group_id or calls[0].rollout_id,
         mode=calls[0].mode,
-        reward=sum(single) if final is None and single else final,
+        reward=None if failed else sum(single) if final is None and single else final,
         calls=calls,
+        failed=failed,
     )
 
 

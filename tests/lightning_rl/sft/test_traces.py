@@ -110,6 +110,28 @@ def test_a_rollouts_reward_is_its_own_or_else_the_sum_of_its_calls(
     assert [call.number for call in found.calls] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("keys", "found", "excluded"),
+    [
+        ({}, {"crashed": 1.0, "poor": 1.0}, {}),
+        ({"sft": {"min_reward": 0.5}}, {"poor": 1.0}, {"low_reward": 3}),
+        ({"sft": {"best_of_group": 1}}, {"poor": 1.0}, {"not_best": 3}),
+        ({"sft": {"weights": "reward"}}, {"poor": 0.5}, {"no_weight": 3}),
+        ({"sft": {"min_reward": 0.5}, "algorithm": {"agent_failure": 0.75}}, {"crashed": 1.0, "poor": 1.0}, {}),
+        ({"algorithm": {"agent_failure": "exclude"}}, {"poor": 1.0}, {"no_reward": 3}),
+    ],
+)
+def test_a_rollout_whose_agent_failed_counts_as_in_ppo(
+    keys: dict[str, Any], found: dict[str, float], excluded: dict[str, int], tmp_path: Path
+) -> None:
+    crashed = record("crashed", failed=True, reward=None, call_rewards={"step": 1.0}, response_token_ids=[1, 2, 3])
+    both = [one | {"group_id": "g"} for one in (crashed, record("poor", reward=0.5))]
+    config = compose(keys | {"sft": {"held_out": 0.0} | keys.get("sft", {})})
+    made = examples.load(config, [write(tmp_path / "calls.jsonl", both)], RENDERER)
+    assert {one.rollout_id: one.weight for one in made.trained} == found
+    assert made.excluded == excluded
+
+
 def test_of_a_teachers_rollouts_its_own_answers_are_learned_whatever_their_mode() -> None:
     def call(rollout: str, number: int = 0, **more: Any) -> TracedCall:
         return msgspec.convert(record(rollout, number, mode="val", **{"model": "helper.1"} | more), TracedCall)
