@@ -71,6 +71,7 @@ def test_rejected_rollouts_are_accounted_for_and_stay_in_their_groups(tmp_path: 
     assert weights == {1 / metrics["tokens/trained"]}
 
 
+@pytest.mark.smoke
 def test_advantages_are_whitened_over_what_was_not_rejected(tmp_path: Path) -> None:
     algorithm, metrics, _ = trained(
         tmp_path, estimator="reinforce_plus_plus", rollout_rs="seq_mean_k1", rollout_rs_threshold=1.25
