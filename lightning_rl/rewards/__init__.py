@@ -12,7 +12,8 @@ import msgspec
 class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     """A rollout whose agent ended well, as a reward function sees it.
 
-    `answer` is the text of the policy's last answer (without its reasoning), "" where it made no call; `messages` is
+    `answer` is the text of the policy's last answer (without its reasoning), "" where it made no call; `answer_ids` are
+    that answer's tokens as they were sampled, with its reasoning and end, [] where they are not known. `messages` is
     the conversation that led there, with it. `rewards` are those that the agent gave, by name.
     """
 
@@ -22,6 +23,7 @@ class FinishedRollout(msgspec.Struct, frozen=True, kw_only=True):
     answer: str
     messages: list[dict[str, Any]]
     rewards: dict[str, float] = {}
+    answer_ids: list[int] = []
 
 
 GroupRewards = Sequence[float | Mapping[str, float]]

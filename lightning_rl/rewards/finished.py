@@ -48,4 +48,5 @@ def finished_rollout(
         answer=text_of(messages[-1]) if messages else "",
         messages=messages,
         rewards=dict(rollout.rewards),
+        answer_ids=received[-1].call.response_ids if received else [],
     )

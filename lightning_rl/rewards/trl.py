@@ -17,18 +17,19 @@ from lightning_rl.rewards.functions import RewardFunctionError
 from lightning_rl.trajectories.conversation import text_of
 from lightning_rl_adapters.credit import FINAL
 
-_NOT_GIVEN = ("completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+_NOT_GIVEN = ("trainer_state", "log_extra", "log_metric", "environments")
 _NO_COLUMNS = ("prompt", "completion", "completion_ids")  # of a task, as TRL passes none of them on
 
 
 class TrlRewards:
     """TRL's `reward_funcs` and `reward_weights` as a `GroupReward`: `lrl.PPO(config, reward=TrlRewards([f, g]))`.
 
-    Each function is called once for a group, as `f(prompts=[...], completions=[...], **columns)`, where every list has
-    one entry for each rollout. A completion is the policy's last answer: `[{"role": "assistant", "content": text}]`, or
-    the text alone where the task's `prompt` is text. A prompt is the task's; of a task without one it is what the
-    policy was told before. The columns are the other entries of the tasks. What TRL tells beyond that there is not:
-    `completion_ids`, `trainer_state`, `log_extra`, `log_metric`, `environments`.
+    Each function is called once for a group, as `f(prompts=[...], completions=[...], completion_ids=[...], **columns)`,
+    where every list has one entry for each rollout. A completion is the policy's last answer:
+    `[{"role": "assistant", "content": text}]`, or the text alone where the task's `prompt` is text; its ids are those
+    that were sampled. A prompt is the task's; of a task without one it is what the policy was told before. The columns
+    are the other entries of the tasks. What TRL tells beyond that there is not: `trainer_state`, `log_extra`,
+    `log_metric`, `environments`.
 
     A function returns a number for each rollout; None where it does not judge one, which another has to. Sync ones are
     called in the trainer's thread, one after the other; async ones of a group run at once, on one event loop.
@@ -108,7 +109,8 @@ def _arguments(rollouts: Sequence[FinishedRollout]) -> dict[str, list[Any]]:
         rollout.answer if isinstance(prompt, str) else [{"role": "assistant", "content": rollout.answer}]
         for prompt, rollout in zip(prompts, rollouts, strict=True)
     ]
-    return columns | {"prompts": prompts, "completions": completions}
+    ids = [rollout.answer_ids for rollout in rollouts]
+    return columns | {"prompts": prompts, "completions": completions, "completion_ids": ids}
 
 
 def _told(rollout: FinishedRollout) -> list[dict[str, str]]:

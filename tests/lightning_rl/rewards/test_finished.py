@@ -29,6 +29,7 @@ def test_the_conversation_is_the_last_calls_path_from_its_root() -> None:
     calls = [say(1, "a", "b"), say(2, "c", "d", after=1), say(3, "e", "f", after=1), say(4, "g", "h", after=2)]
     rollout = seen(calls)
     assert (rollout.answer, contents(rollout)) == ("h", ["a", "b", "c", "d", "g", "h"])
+    assert rollout.answer_ids == calls[-1].response_ids != []
     assert [message["role"] for message in rollout.messages] == ["user", "assistant"] * 3
 
 
@@ -53,7 +54,7 @@ def test_an_answer_that_the_agent_never_saw_does_not_count() -> None:
 def test_a_rollout_without_calls_said_nothing() -> None:
     for calls in ([], [say(1, "a", "b", model="helper")], [say(1, "a", "b", delivered=False)]):
         rollout = seen(calls)
-        assert (rollout.answer, rollout.messages) == ("", [])
+        assert (rollout.answer, rollout.messages, rollout.answer_ids) == ("", [], [])
 
 
 def test_reasoning_and_tool_calls_are_no_answer() -> None:

@@ -19,7 +19,8 @@ CHAT = [{"role": "user", "content": "1 + 1?"}]
 def rollout(answer: str, task: Any) -> FinishedRollout:
     told = [{"role": "system", "content": [{"type": "text", "text": "Be short."}]}, *CHAT]
     messages = [*told, {"role": "assistant", "content": answer}]
-    return FinishedRollout(rollout_id=answer, group_id="g", task=task, answer=answer, messages=messages)
+    ids = list(answer.encode())
+    return FinishedRollout(rollout_id=answer, group_id="g", task=task, answer=answer, messages=messages, answer_ids=ids)
 
 
 def right(completions: list[Any], solution: list[str], **_: Any) -> list[float]:
@@ -45,9 +46,10 @@ def test_functions_get_lists_of_prompts_completions_and_columns() -> None:
     answers = [[{"role": "assistant", "content": text}] for text in "23"]
     told = [{"role": "system", "content": "Be short."}, *CHAT]
     assert seen == [
-        {"prompts": [CHAT, CHAT], "completions": answers, "solution": ["2", "2"], "level": [3, 3]},
-        {"prompts": ["1 + 1 ="], "completions": ["2"]},
-        {"prompts": [told], "completions": answers[:1], "question": ["1 + 1?"]},
+        {"prompts": [CHAT, CHAT], "completions": answers, "solution": ["2", "2"], "level": [3, 3]}
+        | {"completion_ids": [[50], [51]]},
+        {"prompts": ["1 + 1 ="], "completions": ["2"], "completion_ids": [[50]]},
+        {"prompts": [told], "completions": answers[:1], "question": ["1 + 1?"], "completion_ids": [[50]]},
     ]
 
 
@@ -91,7 +93,9 @@ def test_what_is_no_list_of_numbers_names_the_function(returned: Any, message: s
 
 
 def test_functions_that_cannot_be_called_are_refused() -> None:
-    with pytest.raises(RewardError, match=r"right needs 'solution', which no task has: there are completions, prompts"):
+    with pytest.raises(
+        RewardError, match=r"right needs 'solution', which no task has: there are completion_ids, completions, prompts"
+    ):
         TrlRewards(right)([rollout("2", {"prompt": CHAT})])
     for refused, message in (
         ([], "none"),
