@@ -140,6 +140,7 @@ def test_a_report_of_the_quickstart_opens_offline_from_a_file(quickstart_run: Pa
         "Doctor",
         "Before and after",
         "not as by default",
+        "Made with",
         "lightning-rl quickstart --seed 0",
     ):
         assert told in text, told

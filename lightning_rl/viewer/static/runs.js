@@ -43,11 +43,19 @@ function curvesOf(keys, told, state, runs, changed) {
     shown.length ? h("div", { class: "curves" }, shown.map((metric) => curve(metricName(metric), keys.map((key, index) => ({ label: named(key), colour: index, points: told[index].series[metric] })), { x: state.x }))) : empty("No step is done yet: curves begin with the first.")];
 }
 
+// The config, with the commit and the versions of the run's last session.
+function settings(told) {
+  const last = told.made_with?.at(-1);
+  if (!last) return told.config;
+  const versions = Object.entries(last.versions).map(([name, value]) => [`(${name})`, value]);
+  return { ...told.config, "(commit)": last.commit, "(files changed since)": last.changed_files, ...Object.fromEntries(versions) };
+}
+
 async function configDifference(keys, runs) {
-  const [one, two] = await Promise.all(keys.map((key) => ask(ofRun(key, "config")).catch(() => ({ config: {} }))));
-  const names = [...new Set([...Object.keys(one.config), ...Object.keys(two.config)])].filter((name) => JSON.stringify(one.config[name]) !== JSON.stringify(two.config[name])).sort();
+  const [one, two] = (await Promise.all(keys.map((key) => ask(ofRun(key, "config")).catch(() => ({ config: {} }))))).map(settings);
+  const names = [...new Set([...Object.keys(one), ...Object.keys(two)])].filter((name) => JSON.stringify(one[name]) !== JSON.stringify(two[name])).sort();
   const title = keys.map((key) => runs.find((run) => run.key === key)?.name ?? key);
-  return [h("h2", { class: "minor" }, `What differs between ${title[0]} and ${title[1]}`), names.length ? h("table", { class: "list" }, h("thead", {}, h("tr", {}, h("th", {}, "key"), title.map((name) => h("th", {}, name)))), h("tbody", {}, names.map((name) => h("tr", {}, h("td", { class: "mono" }, name), [one, two].map((each) => h("td", { class: "mono" }, name in each.config ? plainText(JSON.stringify(each.config[name])) : "–")))))) : h("p", { class: "note" }, "Their configs are the same.")];
+  return [h("h2", { class: "minor" }, `What differs between ${title[0]} and ${title[1]}`), names.length ? h("table", { class: "list" }, h("thead", {}, h("tr", {}, h("th", {}, "key"), title.map((name) => h("th", {}, name)))), h("tbody", {}, names.map((name) => h("tr", {}, h("td", { class: "mono" }, name), [one, two].map((each) => h("td", { class: "mono" }, name in each ? plainText(JSON.stringify(each[name])) : "–")))))) : h("p", { class: "note" }, "Their configs, commits and versions are the same.")];
 }
 
 export async function configView(place, { run }) {
