@@ -52,7 +52,7 @@ export function accountBar(account) {
 }
 
 // What each session of the run was made with: a run that went on elsewhere has several.
-export function madeWith(sessions) {
+export function madeWith(sessions, heading) {
   if (!sessions.length) return h("p", { class: "note" }, "With which versions it was made is not recorded.");
   const rows = sessions.map((session) => [
     new Date(session.began * 1000).toISOString().slice(0, 19).replace("T", " "),
@@ -60,7 +60,7 @@ export function madeWith(sessions) {
     Object.entries(session.versions).map(([name, value]) => `${name} ${value}`).join(", "),
     [session.devices.join(", ") || "CPU", session.threads === null ? null : `${session.threads} ${session.threads === 1 ? "thread" : "threads"}`, session.machine].filter(Boolean).join(", "),
   ]);
-  return h("section", {}, h("h3", {}, "Made with"), h("table", { class: "list" }, h("thead", {}, h("tr", {}, ["began (UTC)", "commit", "versions", "on"].map((name) => h("th", {}, name)))),
+  return h("section", {}, h(heading, { class: "minor" }, "Made with"), h("table", { class: "list" }, h("thead", {}, h("tr", {}, ["began (UTC)", "commit", "versions", "on"].map((name) => h("th", {}, name)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((text) => h("td", {}, plainText(text))))))));
 }
 

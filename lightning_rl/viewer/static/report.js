@@ -78,7 +78,7 @@ function settingsSection(report, config) {
   const table = (entries) => h("table", { class: "list" }, h("tbody", {}, entries.map(([name, value]) => h("tr", {}, h("td", { class: "mono" }, name), h("td", { class: "mono" }, plainText(JSON.stringify(value)))))));
   const changed = Object.entries(report.changed), all = Object.entries(config.config);
   return h("section", {}, h("h3", {}, "Config: what is not as by default"), changed.length ? table(changed) : h("p", { class: "note" }, all.length ? "All keys are as by default." : "The run has no config."), all.length ? h("details", {}, h("summary", {}, `all ${all.length} keys`), table(all)) : null,
-    madeWith(config.made_with));
+    madeWith(config.made_with, "h3"));
 }
 
 function repeatSection(report) {

@@ -65,6 +65,6 @@ export async function configView(place, { run }) {
   const draw = () => replaced(body, entries.filter(([name, value]) => `${name}=${JSON.stringify(value)}`.toLowerCase().includes(field.value.toLowerCase())).map(([name, value]) => h("tr", {}, h("td", { class: "mono" }, name), h("td", { class: "mono" }, plainText(JSON.stringify(value))))));
   field.addEventListener("input", draw);
   draw();
-  replaced(place, h("div", { class: "filters" }, h("label", { class: "field grow" }, h("span", {}, "filter"), field)), entries.length ? h("table", { class: "list" }, body) : empty("This folder has no config.yaml: it was no training run, or its rollouts are at a server."), madeWith(told.made_with));
+  replaced(place, h("div", { class: "filters" }, h("label", { class: "field grow" }, h("span", {}, "filter"), field)), entries.length ? h("table", { class: "list" }, body) : empty("This folder has no config.yaml: it was no training run, or its rollouts are at a server."), madeWith(told.made_with, "h2"));
   return {};
 }
