@@ -335,15 +335,17 @@ def _look_at_attempts(connection: sa.Connection, evidence: Evidence, status: Map
 
 
 def _gaps(connection: sa.Connection, rollouts: Iterable[RolloutRecord]) -> Iterator[tuple[str, float]]:
-    """The mean distance between sampler and trainer over each rollout's trained tokens, where both are known."""
+    """The mean distance between sampler and trainer over each rollout's trained tokens, where both are known and of the
+    same context."""
     for rollout in rollouts:
         if not any(each.old_log_probs for each in rollout.calls.values()):
             continue
         apart: list[float] = []
         for attempt in recorded.trace(connection, rollout.rollout_id).attempts:
             for one in calls_of(attempt.spans):
-                if one.logprobs is not None:
-                    trainers = call.trainer_logprobs(rollout.calls.get(one.call_id), len(one.response_ids))
+                record = rollout.calls.get(one.call_id)
+                if record is not None and not record.cut_context and one.logprobs is not None:
+                    trainers = call.trainer_logprobs(record, len(one.response_ids))
                     apart += [abs(value - one.logprobs[place]) for place, value in trainers.items()]
         if apart:
             yield rollout.rollout_id, sum(apart) / len(apart)

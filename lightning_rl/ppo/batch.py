@@ -408,14 +408,20 @@ def _steps(part: RolloutPart, needs_values: bool) -> tuple[list[NDArray[np.int64
 
 def _whiten(parts: Sequence[RolloutPart]) -> None:
     """Whiten the advantages over the trained tokens of the batch, each of which stands in one sequence. Calls without
-    credit, or with nobody to compare with, stay at 0 and do not count."""
+    credit, or with nobody to compare with, stay at 0 and do not count; those without a trained token stay as they are.
+    """
     trained = list(_trained_advantages(parts))
     centre, divisor = whitening(np.concatenate([np.zeros(0), *(values for _, _, values in trained)]))
     for sequence, where, values in trained:
         sequence.advantages[where] = (values - centre) / divisor
     for part in parts:
-        part.estimates = {call_id: of_call.whitened(centre, divisor) for call_id, of_call in part.estimates.items()}
-        part.tokens = {call_id: (values - centre) / divisor for call_id, values in part.tokens.items()}
+        own = {call_id for sequence in part.sequences for call_id, _, _ in sequence.trained_by_call()}
+        part.estimates |= {
+            call_id: of_call.whitened(centre, divisor) for call_id, of_call in part.estimates.items() if call_id in own
+        }
+        part.tokens |= {
+            call_id: (values - centre) / divisor for call_id, values in part.tokens.items() if call_id in own
+        }
 
 
 def _trained_advantages(
@@ -542,6 +548,7 @@ def _record(part: RolloutPart, mini_batch: int | None, weight: float) -> Rollout
                 old_log_probs=b"" if old is None else pack_logprobs(old[where].tolist()),
                 advantages=pack_logprobs(sequence.advantages[where].tolist()) if part.tokens else b"",
                 entropies=b"" if sequence.entropies is None else _packed_entropies(sequence.entropies, where),
+                cut_context=sequence.cut_context,
             )
         else:
             own_reason = why.get(call_id) or part.calls_left_out.get(call_id)

@@ -36,6 +36,7 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     `span.unpack_logprobs`) are theirs as the trainer computed them before the update. `advantages`, packed in the same
     way, are theirs under an estimator of tokens, and `entropies` (nats) those of the distributions that they were
     sampled from, where the trainer computed them; empty otherwise. `left_out` is why none of it is trained.
+    `cut_context`: its row's oldest tokens were cut off, so the trainer read less before it than the sampler had.
     """
 
     credit: float | None = None
@@ -52,6 +53,7 @@ class CallRecord(msgspec.Struct, frozen=True, kw_only=True):
     plus: PlusRecord | None = None
     advantages: bytes = b""
     entropies: bytes = b""
+    cut_context: bool = False
 
 
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -435,9 +435,10 @@ def test_causes_of_forks_that_do_harm_all_have_advice() -> None:
 def test_sampler_and_trainer_are_compared_token_by_token_and_the_worst_rollout_named(tmp_path: Path) -> None:
     """The store says -1 for each token."""
     near, far = call_record(None, [-1.0, -1.0]), call_record([1], [-1.5])
+    of_less = call_record(None, [-9.0, -9.0], cut_context=True)  # which the sampler had more context for
     rollouts = [
         msgspec.structs.replace(rollout_record(f"r{n}", "g", float(n), 1.0), calls={f"r{n}-c1": of})
-        for n, of in enumerate([near, far])
+        for n, of in enumerate([near, far, of_less])
     ]
     folder = run_of(tmp_path, steps=[step_of(3, *rollouts)], metrics=[])
     assert gather(folder).gaps == {"r0": 0.0, "r1": 0.5}

@@ -111,6 +111,8 @@ def test_a_row_is_cut_at_its_beginning_and_its_first_token_is_not_trained() -> N
     assert excluded(batch) == {"truncated": 1}
     kept = {call_id: places.tolist() for call_id, _, places in sequence.trained_by_call()}
     assert kept == {"c0": [1], "c1": [0, 1, 2, 3]}
+    [record] = records(batch, [])
+    assert all(of_call.cut_context for of_call in record.calls.values())
 
 
 @pytest.mark.parametrize(
@@ -304,6 +306,8 @@ def test_whitening_counts_trained_tokens_alone_and_each_once() -> None:
     assert len(whitened) == 2 + 3 + 1 + 5
     assert whitened.mean() == pytest.approx(0, abs=1e-6)
     assert whitened.std(ddof=1) == pytest.approx(1, abs=1e-6)
+    [*_, too_long] = records(batch, [])
+    assert (too_long.calls["c0"].left_out, too_long.calls["c0"].scale) == ("overlong", 1.0)
 
 
 def test_calls_without_credit_stay_at_zero_when_the_others_are_whitened() -> None:
