@@ -10,7 +10,7 @@ them stand between two steps. Every accepted request ends with exactly one `Outp
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial as bind
 from random import Random
 from typing import Any, Literal
@@ -37,6 +37,7 @@ PauseMode = Literal["keep", "wait", "abort"]
 DEFAULT_MAX_MODEL_LEN = 2048
 MOST_BATCHES = 4  # between two operations all wait for one interpreter
 LARGE = 10_000_000  # parameters from which on one operation is large enough for several cores
+_LOOK_SECONDS = 1.0  # between two looks of a resting thread whether the process ends
 
 
 class EngineStopped(RuntimeError):
@@ -152,8 +153,7 @@ class _Threads:
         self._state: Literal["new", "running", "stopped"] = "new"
         self._stopping = False
         self._cause: BaseException | None = None  # of a thread's end
-        self._executor = ThreadPoolExecutor(max_workers=len(batches), thread_name_prefix="engine")
-        self._started: list[Future[None]] = []
+        self._started: list[threading.Thread] = []
         self._over = 0  # of them
 
     @property
@@ -179,16 +179,20 @@ class _Threads:
             self._state = "running"
         if self._cores_alone > 1:  # those of who loaded the model
             end_threads()
-        self._started = [self._executor.submit(self._run, number) for number in range(len(self.batches))]
+        self._started = [
+            threading.Thread(target=self._run, args=(number,), name=f"engine-{number}")
+            for number in range(len(self.batches))
+        ]
         for thread in self._started:
-            thread.add_done_callback(self._thread_ended)
+            thread.start()
 
     def stop(self) -> None:
         """End; what is in flight ends with reason "abort". Raises what stopped one of them before."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
-        self._executor.shutdown(wait=True)
+        for thread in self._started:
+            thread.join()
         if not self._started:
             self._close()
         self.check()
@@ -263,11 +267,16 @@ class _Threads:
     # The threads.
 
     def _run(self, number: int) -> None:
-        torch.set_num_threads(self._cores[number])  # of this thread alone: OpenMP keeps the number by thread
-        with torch.inference_mode():
-            while (work := self._next(number)) is not None:
-                work()
-                self._deliver()
+        cause: BaseException | None = None
+        try:
+            torch.set_num_threads(self._cores[number])  # of this thread alone: OpenMP keeps the number by thread
+            with torch.inference_mode():
+                while (work := self._next(number)) is not None:
+                    work()
+                    self._deliver()
+        except BaseException as error:  # noqa: BLE001 - `check` raises it
+            cause = error
+        self._thread_ended(cause)
 
     def _next(self, number: int) -> Callable[[], None] | None:
         """Rest until there is something for this thread to do; None when it is time to end."""
@@ -287,8 +296,16 @@ class _Threads:
                         return bind(self._step, number, joining, cores)
                 if self._cores[number] > 1:
                     end_threads()
-                self._changed.wait()
+                self._wait()
             return None
+
+    def _wait(self) -> None:
+        """Until something has changed. A process that ends without a stop of the engine, as where that was interrupted,
+        waits for its threads: then they end by themselves."""
+        while not self._changed.wait(_LOOK_SECONDS):
+            if not threading.main_thread().is_alive():
+                self._stopping = True
+                return
 
     def _carry_out_orders(self) -> None:
         while self.orders:  # one that is left there keeps the other threads from stepping
@@ -352,10 +369,10 @@ class _Threads:
             future.set_result(None)
         self._pausing = [each for each in self._pausing if each[0] not in paused]
 
-    def _thread_ended(self, thread: "Future[None]") -> None:
+    def _thread_ended(self, cause: BaseException | None) -> None:
         """One that fails ends the others; the last one closes."""
         with self._changed:
-            self._cause = self._cause or thread.exception()
+            self._cause = self._cause or cause
             self._stopping = True
             self._changed.notify_all()
             self._over += 1

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 from concurrent.futures import wait
 
@@ -83,6 +85,18 @@ def test_what_changes_the_weights_computes_with_as_many_cores_as_a_step(paramete
     finally:
         torch.set_num_threads(before)
     assert seen == [cores]
+
+
+def test_a_process_that_never_stops_its_engine_ends():
+    """As one does whose end was interrupted again and again; the interpreter waits for threads."""
+    program = (
+        "from lightning_rl.inference.engine import EmbeddedEngine\n"
+        "from tests.lightning_rl.inference.models import make\n"
+        "EmbeddedEngine(make('qwen2'), threads=2).start()\n"
+        "print('left')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    assert (done.returncode, done.stdout) == (0, "left\n"), done.stderr
 
 
 @pytest.fixture(scope="module", params=["one batch", "two batches"])
