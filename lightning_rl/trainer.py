@@ -478,7 +478,7 @@ def _run_id(run_dir: Path, algorithm: Algorithm, *, attaches: bool) -> str:
             f"{run_dir} is of a run that attached to {' and '.join(urls)}, where its rollouts are: go on with it with "
             f"server={urls if len(urls) > 1 else urls[0]!r} (`--server` on the command line)"
         )
-    if file.exists() and (run_id := file.read_text(encoding="utf-8")):
+    if file.exists() and (run_id := file.read_text(encoding="ascii", errors="replace")).isalnum():
         return run_id
     _log.warning(
         "%s holds a run and no file %s, so it goes on under a new id: what it had in flight is left, and its step is "

@@ -141,6 +141,8 @@ def _reading(store: Path) -> Iterator[sa.Connection]:
             yield connection
         except sa.exc.DatabaseError as error:
             raise NotRecorded(f"the store {store.resolve()} cannot be read: {error.orig}") from error
+        except UnicodeDecodeError as error:  # SQLite checks no text
+            raise NotRecorded(f"the store {store.resolve()} cannot be read, it is damaged: {error}") from error
 
 
 def server_urls(run_dir: Path) -> list[str]:

@@ -9,10 +9,15 @@ from pathlib import Path
 
 import msgspec
 
+from lightning_rl.errors import Explained
 from lightning_rl.files import write_whole
 
 FOLDER = "steps"
 _FORMER = ".former"
+
+
+class UnreadableRecord(Explained, ValueError):
+    """A file that is no step's record, or no more; the message names it."""
 
 
 class PlusRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,12 +116,12 @@ def read_all(
     """The records of a run, in order of their steps: those up to the step `until`, where there is one, and of these the
     `newest` alone, where it is not 0.
 
-    Of several policies all calls are there, or those of one `policy` ("": the run's first).
+    Of several policies all calls are there, or those of one `policy` ("": the run's first). Raises UnreadableRecord.
     """
     folder = run_dir / FOLDER / (policy or "")
     paths = sorted(path for path in folder.glob("*.msgpack") if until is None or int(path.stem) <= until)
     for path in paths[-newest:]:
-        yield whole(path) if policy is None else _DECODER.decode(path.read_bytes())
+        yield whole(path) if policy is None else _read(path)
 
 
 def set_aside(run_dir: Path, after: int) -> None:
@@ -136,6 +141,7 @@ def find(run_dir: Path, rollout_id: str, step: int, *, ahead: bool = False) -> t
     """The record of the step that trained the rollout, and the rollout's there; None where there is none.
 
     It was asked for as one of `step`. With `ahead` another one may have trained it: the nearest are looked at first.
+    Raises UnreadableRecord.
     """
     paths = [_path(run_dir, step)]
     if ahead:
@@ -161,9 +167,9 @@ def files(run_dir: Path) -> list[tuple[Path, int]]:
 
 def whole(path: Path) -> StepRecord:
     """The record in one of `files`, with the calls of all policies of its run; of the rest the run's first has the
-    word."""
-    record = _DECODER.decode(path.read_bytes())
-    others = [_DECODER.decode(file.read_bytes()) for file in sorted(path.parent.glob(f"*/{path.name}"))]
+    word. Raises UnreadableRecord."""
+    record = _read(path)
+    others = [_read(file) for file in sorted(path.parent.glob(f"*/{path.name}"))]
     if not others:
         return record
     calls = {rollout.rollout_id: dict(rollout.calls) for rollout in record.rollouts}
@@ -176,3 +182,13 @@ def whole(path: Path) -> StepRecord:
 
 def _path(run_dir: Path, step: int) -> Path:
     return run_dir / FOLDER / f"{step:06d}.msgpack"
+
+
+def _read(file: Path) -> StepRecord:
+    try:
+        return _DECODER.decode(file.read_bytes())
+    except msgspec.MsgspecError as error:
+        raise UnreadableRecord(
+            f"the step record {file} cannot be read ({error}): it is damaged, or of another version; read it with the "
+            "version that wrote it, or move it away, and nothing is known of what the step trained"
+        ) from error

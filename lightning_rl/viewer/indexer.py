@@ -105,8 +105,8 @@ class Indexer:
                 break
             try:
                 self.index.put_step(step_record.whole(file), written)
-            except msgspec.MsgspecError as error:
-                problem = f"the step record {file} cannot be read ({error}): read it with the version that wrote it"
+            except step_record.UnreadableRecord as error:
+                problem = str(error)
         return problem
 
     def _enter_words(self) -> None:

@@ -135,6 +135,8 @@ def test_a_folder_keeps_the_sessions_of_its_trainers_to_its_owner(tmp_path: Path
 
 
 def test_an_id_that_was_not_written_whole_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "run.id").touch()
-    assert _run_id(tmp_path, lrl.Baseline(resume=True), attaches=False)
-    assert "or did its first start fail?" in caplog.text
+    for content in (b"", b"\xff\xfe\x00"):
+        caplog.clear()
+        (tmp_path / "run.id").write_bytes(content)
+        assert _run_id(tmp_path, lrl.Baseline(resume=True), attaches=False).isalnum()
+        assert "or did its first start fail?" in caplog.text
