@@ -1,1 +1,1 @@
-"""What leaves a run for people's tools: metrics, and traces of rollouts."""
+"""What a run leaves for people and their tools: metrics, traces of rollouts, what it was made with."""
