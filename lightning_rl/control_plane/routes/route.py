@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.requests import ClientDisconnect
 
 from lightning_rl.store.errors import Conflict, Invalid, NotFound, StoreError, StoreUnwritable
 
@@ -115,6 +116,8 @@ class ApiRoute(APIRoute):
                 return error_response(400, "invalid_request", _where(request) + str(error))
             except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
                 return error_response(400, "invalid_request", f"{_where(request)}the body is no JSON: {error}")
+            except ClientDisconnect:  # a runner that was killed, say; nobody reads the answer
+                return error_response(400, "invalid_request", f"{_where(request)}its client left")
             return answer if isinstance(answer, Response) else encoded(request, status, answer)
 
         return handle

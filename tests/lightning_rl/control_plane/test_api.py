@@ -1,7 +1,9 @@
 """The control plane's contract: who may ask what, what is answered, and that long polls wake."""
 
 import re
+import socket
 import threading
+from urllib.parse import urlsplit
 
 import jsonschema_rs
 import msgspec
@@ -94,6 +96,17 @@ def test_every_route_needs_a_key_and_the_admins_need_the_admin_key(served) -> No
             assert (status, body["error"]["type"]) == (401, "unauthorized"), path
         status, body = served.call(method, path, None if method == "GET" else {}, key="runner")
         assert (status == 403) == ((method, path) in ADMINS), (path, body)
+
+
+def test_a_client_that_leaves_within_its_body_is_no_error_of_the_servers(served, caplog) -> None:
+    address = urlsplit(served.url)
+    head = "POST /api/v1/rollouts HTTP/1.1\r\nhost: x\r\nauthorization: Bearer admin\r\ncontent-length: 99\r\n\r\n"
+    with socket.create_connection((address.hostname, address.port)) as client:
+        client.sendall(head.encode() + b'{"rollouts"')
+        assert served.call("GET", "/readyz")[0] == 200  # by then it has taken up the request
+    for _ in range(3):
+        assert served.call("GET", "/readyz")[0] == 200
+    assert "Exception in ASGI application" not in caplog.text
 
 
 def test_the_keys_table_names_every_route_there_is(served) -> None:
