@@ -1,7 +1,6 @@
-"""What a run was made with: command, commit, versions, threads and devices, a line for each session of the run.
+"""What a run was made with: command, commit, versions, threads and GPUs, a line for each session of the run.
 
-A run that goes on elsewhere, or after an update of torch, is told apart by it. Nothing but the line that is read last
-decides anything: it is for people.
+A run that goes on elsewhere, or with another torch, says so by it. It decides nothing: it is for people.
 """
 
 import os
@@ -24,7 +23,8 @@ _GIT_SECONDS = 5.0  # in which the state of a large repository is looked up, or 
 
 class MadeWith(msgspec.Struct):
     """One session of a run. `began` is in seconds since the epoch; `commit` and `changed_files` are those of the folder
-    that it was started in, None where that is in no git repository; `threads` are torch's, None where it is not loaded.
+    that it was started in, None where that is in no git repository; `threads` are torch's, None where it is not loaded;
+    `gpus` are the names of the machine's.
     """
 
     began: float
@@ -34,7 +34,7 @@ class MadeWith(msgspec.Struct):
     changed_files: int | None
     versions: dict[str, str]
     threads: int | None
-    devices: list[str]
+    gpus: list[str]
     machine: str
 
 
@@ -44,13 +44,13 @@ def here() -> MadeWith:
     commit, changed_files = _commit()
     return MadeWith(
         began=time.time(),
-        command=shlex.join(sys.orig_argv),
-        folder=str(Path.cwd()),
+        command=_shown(shlex.join(sys.orig_argv)),
+        folder=_shown(_folder()),
         commit=commit,
         changed_files=changed_files,
         versions=versions(),
         threads=None if torch is None else torch.get_num_threads(),
-        devices=[] if torch is None else [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        gpus=[] if torch is None else _gpus(),
         machine=f"{platform.platform()}, {os.cpu_count()} cores",
     )
 
@@ -93,12 +93,30 @@ def changes(run_dir: Path) -> Iterator[str]:
             yield f"{name} {now.versions.get(name)} (it was {before.versions.get(name)})"
     if before.threads != now.threads:
         yield f"{now.threads} threads (they were {before.threads}; OMP_NUM_THREADS sets them)"
-    if before.devices != now.devices:
-        yield f"on {_named(now.devices)} (it was {_named(before.devices)})"
+    if before.gpus != now.gpus:
+        yield f"{_named(now.gpus)} (the machine had {_named(before.gpus)})"
 
 
-def _named(devices: list[str]) -> str:
-    return ", ".join(devices) or "the CPU"
+def _named(gpus: list[str]) -> str:
+    return ", ".join(gpus) or "no GPU"
+
+
+def _gpus() -> list[str]:
+    from lightning_rl.processes.gpus import nvidia_smi  # brings torch
+
+    return [name for [name] in nvidia_smi("name")]
+
+
+def _folder() -> str:
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        return "(deleted)"
+
+
+def _shown(text: str) -> str:
+    """Bytes of file names that are no text as question marks."""
+    return text.encode(errors="replace").decode()
 
 
 def _commit() -> tuple[str | None, int | None]:
@@ -112,6 +130,11 @@ def _commit() -> tuple[str | None, int | None]:
 
 def _git(*words: str) -> str:
     done = subprocess.run(
-        ["git", *words], capture_output=True, text=True, errors="replace", check=True, timeout=_GIT_SECONDS
+        ["git", "--no-optional-locks", *words],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=True,
+        timeout=_GIT_SECONDS,
     )
     return done.stdout

@@ -58,7 +58,7 @@ export function madeWith(sessions, heading) {
     new Date(session.began * 1000).toISOString().slice(0, 19).replace("T", " "),
     session.commit ? `${session.commit.slice(0, 10)}${session.changed_files ? `, ${number(session.changed_files)} files changed since` : ""}` : "no git repository",
     Object.entries(session.versions).map(([name, value]) => `${name} ${value}`).join(", "),
-    [session.devices.join(", ") || "CPU", session.threads === null ? null : `${session.threads} ${session.threads === 1 ? "thread" : "threads"}`, session.machine].filter(Boolean).join(", "),
+    [session.gpus.join(", ") || null, session.threads === null ? null : `${session.threads} ${session.threads === 1 ? "thread" : "threads"}`, session.machine].filter(Boolean).join(", "),
   ]);
   return h("section", {}, h(heading, { class: "minor" }, "Made with"), h("table", { class: "list" }, h("thead", {}, h("tr", {}, ["began (UTC)", "commit", "versions", "on"].map((name) => h("th", {}, name)))),
     h("tbody", {}, rows.map((row) => h("tr", {}, row.map((text) => h("td", {}, plainText(text))))))));

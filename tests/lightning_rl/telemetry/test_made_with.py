@@ -49,6 +49,19 @@ def test_a_folder_in_no_repository_has_no_commit(tmp_path: Path, monkeypatch: py
     assert made_with.here().commit is None
 
 
+def test_arguments_that_are_no_text_and_a_folder_that_is_gone_are_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(made_with.sys, "orig_argv", ["python", "train.py", "--name=\udcff"])
+    made_with.note(tmp_path)
+    [session] = made_with.sessions(tmp_path)
+    assert (session.command, session.folder, session.commit) == ("python train.py '--name=?'", "(deleted)", None)
+
+
 def test_half_a_line_is_passed_over_and_a_run_without_any_has_none(tmp_path: Path) -> None:
     assert made_with.sessions(tmp_path) == []
     assert list(made_with.changes(tmp_path)) == []
@@ -65,11 +78,14 @@ def test_half_a_line_is_passed_over_and_a_run_without_any_has_none(tmp_path: Pat
         ({"began": 0.0, "command": "other", "commit": "other", "machine": "other"}, []),
         ({"versions": {"torch": "1.0"}}, [f"torch {torch.__version__} (it was 1.0)"]),
         ({"threads": 99}, ["threads (they were 99; OMP_NUM_THREADS sets them)"]),
-        ({"devices": ["A card"]}, ["on the CPU (it was A card)"]),
+        ({"gpus": ["A card"]}, ["no GPU (the machine had A card)"]),
     ],
 )
-def test_what_changes_the_last_bits_of_numbers_is_told(tmp_path: Path, before: dict[str, Any], told: list[str]) -> None:
-    session = msgspec.to_builtins(made_with.here()) | {"devices": []} | before
+def test_what_changes_the_last_bits_of_numbers_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: dict[str, Any], told: list[str]
+) -> None:
+    monkeypatch.setattr(made_with, "_gpus", list)
+    session = msgspec.to_builtins(made_with.here()) | before
     if "versions" in before:
         session["versions"] = made_with.versions() | before["versions"]
     (tmp_path / made_with.FILE).write_bytes(msgspec.json.encode(session) + b"\n")
