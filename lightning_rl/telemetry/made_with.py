@@ -92,7 +92,7 @@ def changes(run_dir: Path) -> Iterator[str]:
         if before.versions.get(name) != now.versions.get(name):
             yield f"{name} {now.versions.get(name)} (it was {before.versions.get(name)})"
     if before.threads != now.threads:
-        yield f"{now.threads} threads (they were {before.threads}; OMP_NUM_THREADS sets them)"
+        yield f"{now.threads} of torch's threads (it had {before.threads}; OMP_NUM_THREADS sets them)"
     if before.gpus != now.gpus:
         yield f"{_named(now.gpus)} (the machine had {_named(before.gpus)})"
 

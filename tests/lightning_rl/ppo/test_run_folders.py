@@ -135,7 +135,7 @@ def test_a_run_that_goes_on_with_another_model_or_order_of_tasks_is_told_so(tmp_
     assert seed.startswith("data.seed=7 (it was ")
     (tmp_path / made_with.FILE).write_bytes(msgspec.json.encode(msgspec.structs.replace(made_with.here(), threads=99)))
     [threads] = told()
-    assert "threads (they were 99; OMP_NUM_THREADS sets them): the last bits of its numbers may be other" in threads
+    assert "threads (it had 99; OMP_NUM_THREADS sets them): the last bits of its numbers may be other" in threads
 
 
 def test_a_run_that_does_steps_anew_with_other_updates_is_told_so(tmp_path: Path) -> None:

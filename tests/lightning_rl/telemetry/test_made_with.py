@@ -77,7 +77,7 @@ def test_half_a_line_is_passed_over_and_a_run_without_any_has_none(tmp_path: Pat
         ({}, []),
         ({"began": 0.0, "command": "other", "commit": "other", "machine": "other"}, []),
         ({"versions": {"torch": "1.0"}}, [f"torch {torch.__version__} (it was 1.0)"]),
-        ({"threads": 99}, ["threads (they were 99; OMP_NUM_THREADS sets them)"]),
+        ({"threads": 99}, ["threads (it had 99; OMP_NUM_THREADS sets them)"]),
         ({"gpus": ["A card"]}, ["no GPU (the machine had A card)"]),
     ],
 )
