@@ -118,6 +118,18 @@ def test_samples_of_one_prompt_are_compared_with_each_other() -> None:
     assert found["c0"] == found["c4"] == found["c5"] == Credit(1.0, credit.GROUP)
 
 
+def test_samples_are_compared_where_only_what_came_of_one_was_rewarded() -> None:
+    found = credit.assign(credit.leave_one_out, fork(), Rewards(final=1.0, of_calls={"c4": {"test": 0.5}}))
+    assert [found[call] for call in ("c1", "c2", "c3")] == [Credit(-0.25, None), Credit(0.5, None), Credit(-0.25, None)]
+
+
+@pytest.mark.parametrize("given", [Rewards(final=1.0), Rewards(of_calls={"c0": {"test": 0.75}, "c1": {"test": 0.25}})])
+def test_penalties_of_a_rollout_add_up(given: Rewards) -> None:
+    both = credit.with_penalty(credit.with_penalty(given, "overlong", -0.5), "kl", -0.25)
+    assert credit.counting(both) == 0.25
+    assert both.named == {"overlong": -0.5, "kl": -0.25}
+
+
 def test_answers_to_other_images_are_no_samples_of_one_prompt() -> None:
     one = [replace(make_call(number, None), prompt_ids=[7], media=[Placed(0, 1, "cat")]) for number in (0, 1)]
     rewards = Rewards(of_calls={"c0": {"test": 1.0}, "c1": {"test": 0.0}})

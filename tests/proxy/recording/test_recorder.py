@@ -116,6 +116,18 @@ def test_a_flipped_byte_costs_the_record_that_holds_it_alone_and_is_told(tmp_pat
     assert replay(journal) == ([pack(span(i)) for i in range(n) if i != hit], True)
 
 
+def test_the_end_of_a_journal_is_cut_or_damaged(tmp_path: Path) -> None:
+    journal, records = tmp_path / "journal", [pack(span(i)) for i in range(2)]
+    asyncio.run(write(journal, MemoryLedger(), 2))
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + bytes(100))  # as a file system may leave what was not written
+    assert replay(journal) == (records, False)
+    last = bytearray(whole)
+    last[-len(records[1].record) - 7] ^= 1  # of its length, which now goes beyond the end
+    journal.write_bytes(last)
+    assert replay(journal) == (records[:1], True)
+
+
 def test_a_damaged_journal_is_kept_beside_the_new_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     journal, ledger = tmp_path / "journal", MemoryLedger()
     asyncio.run(write(journal, MemoryLedger(), 3))
@@ -147,6 +159,23 @@ def test_a_ledger_that_fails_for_a_while_gets_every_record_once(
     refused = [log for log in caplog.records if "the ledger refused" in log.getMessage()]
     assert ["the disk is busy" in log.getMessage() for log in refused] == [True, True]
     assert [bool(log.exc_info) for log in refused] == [True, False]  # where it came from is told once
+
+
+def test_trouble_with_the_ledger_is_over_when_it_takes_records_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        ledger = MemoryLedger()
+        ledger.failures = 1
+        recorder = Recorder(tmp_path / "journal", ledger)
+        await recorder.start()
+        recorder.record(span(0))
+        while recorder.trouble() is None:
+            await asyncio.sleep(0.005)
+        assert recorder.trouble() == "the store takes no records: the disk is busy"
+        await recorder.stored()
+        assert recorder.trouble() is None
+        await recorder.stop()
+
+    asyncio.run(scenario())
 
 
 def test_records_of_a_killed_process_reach_the_ledger_at_the_next_start(tmp_path: Path) -> None:
@@ -463,10 +492,11 @@ def test_a_call_is_in_the_journal_before_the_last_byte_of_its_answer_leaves(
 # A ledger that falls behind
 
 
-def call_span(attempt: str, i: int, tokens: int = 3) -> Span:
+def call_span(attempt: str, i: int, tokens: int = 3, *, trainable: bool = True) -> Span:
     call = Call(
         call_id=f"{attempt}{i}", rollout_id="r", attempt_id=attempt, number=i, model="policy", prompt_ids=[1],
         response_ids=[2] * tokens, logprobs=None, versions=[], temperature=1.0, finish_reason="stop", overshoot=1,
+        trainable=trainable,
     )  # fmt: skip
     return to_span(call)
 
@@ -512,6 +542,20 @@ def test_an_attempt_that_records_beyond_the_bound_is_given_up_and_the_others_go_
     told = [record.getMessage() for record in caplog.records if record.name == "lightning_rl_proxy.recording.alerts"]
     assert told[0].startswith("trouble with the recording of calls: 6 calls wait for the store")
     assert told[1:] == ["trouble with the recording of calls is over"]
+
+
+def test_of_given_up_records_the_policys_tokens_alone_are_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        recorder = Recorder(tmp_path / "journal", Stuck(), max_batch=1, max_waiting=2)
+        await recorder.start()
+        recorder.record(call_span("a", 0))
+        while not recorder._handed:
+            await asyncio.sleep(0.005)
+        for i in range(3):
+            recorder.record(call_span("b", i, trainable=i != 1))
+        assert recorder.tokens_lost == {("r", "b"): {"policy": 2 * 4}}
+
+    asyncio.run(scenario())
 
 
 def test_what_was_recorded_after_the_given_up_ones_is_waited_for(tmp_path: Path) -> None:
