@@ -1,6 +1,8 @@
 """What a run was made with is written down, a line a session, and what a later session has otherwise is told."""
 
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ def test_a_session_has_the_commit_of_its_folder_and_how_much_of_it_has_changed(
     [session] = made_with.sessions(tmp_path)
     assert (session.commit, session.changed_files) == (git(tmp_path, "rev-parse", "HEAD"), 1)
     assert session.folder == str(tmp_path)
-    assert "pytest" in session.command
+    assert shlex.split(session.command) == sys.orig_argv
     assert session.versions["torch"] == torch.__version__
     assert session.threads == torch.get_num_threads()
 
