@@ -189,6 +189,6 @@ def _read(file: Path) -> StepRecord:
         return _DECODER.decode(file.read_bytes())
     except msgspec.MsgspecError as error:
         raise UnreadableRecord(
-            f"the step record {file} cannot be read ({error}): it is damaged, or of another version; read it with the "
+            f"a step record in {file} cannot be read ({error}): it is damaged, or of another version; read it with the "
             "version that wrote it, or move it away, and nothing is known of what the step trained"
         ) from error
