@@ -79,8 +79,8 @@ def steps(run_dir: Path, newest: int, policy: str | None = None, *, until: int |
     where one cannot be read."""
     try:
         return list(step_record.read_all(run_dir, newest=newest, until=until, policy=policy))
-    except msgspec.MsgspecError as error:
-        raise _unreadable(run_dir, error) from error
+    except step_record.UnreadableRecord as error:
+        raise NotRecorded(str(error)) from error
 
 
 def decoder(run_dir: Path, config: TrainConfig | None) -> Callable[[list[int]], str] | None:
@@ -114,17 +114,10 @@ def _record_of(run_dir: Path, config: TrainConfig | None, rollout: Rollout) -> t
     try:
         step, ahead = rollout.metadata.get("step", 0), bool(rollout.metadata.get("ahead"))
         record = step_record.find(run_dir, rollout.rollout_id, step, ahead=ahead)
-    except msgspec.MsgspecError as error:
-        raise _unreadable(run_dir, error) from error
+    except step_record.UnreadableRecord as error:
+        raise NotRecorded(str(error)) from error
     if record is not None or config is None or rollout.mode != "train":
         return record, None
     if not any((run_dir / step_record.FOLDER).glob("*.msgpack")):
         return None, "there are no step records: the run is from before they were kept, or its first step is not done"
     return None, "no step of the run has trained on it, or not yet"
-
-
-def _unreadable(run_dir: Path, error: msgspec.MsgspecError) -> NotRecorded:
-    return NotRecorded(
-        f"a step record in {(run_dir / step_record.FOLDER).resolve()} cannot be read ({error}): read it with the "
-        "version that wrote it"
-    )
