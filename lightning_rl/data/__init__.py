@@ -51,7 +51,8 @@ def load_tasks(files: str | Path | Sequence[str | Path]) -> list[Any]:
 def check_files(files: str | Path | Sequence[str | Path]) -> None:
     """Raises DataError for a file that is not there, or of an unknown kind, without reading any."""
     for path in _paths(files):
-        _reader(path)
+        with _read_errors_named(path):
+            _reader(path)
 
 
 def _paths(files: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -62,13 +63,19 @@ def _paths(files: str | Path | Sequence[str | Path]) -> list[Path]:
 
 
 def _load(path: Path) -> list[Any]:
-    try:
+    with _read_errors_named(path):
         tasks = list(_reader(path)(path))
-    except OSError as error:
-        raise DataError(f"{path.resolve()} cannot be read: {error.strerror or error}") from error
     if not tasks:
         raise DataError(f"{path.resolve()} holds no task")
     return tasks
+
+
+@contextmanager
+def _read_errors_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"{path.resolve()} cannot be read: {error.strerror or error}") from error
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[Any]]:

@@ -250,6 +250,11 @@ def test_a_file_that_is_not_there_is_told_of_at_once(place: Path) -> None:
     done = lightning_rl(place, "train", "agent=my_agent:solve", "data.train_files=task.jsonl", fails=True)
     assert "task.jsonl; did you mean 'tasks.jsonl'?" in done.stderr
     assert "loading" not in done.stdout  # which takes seconds
+    too_long = f"data.train_files={'x' * 300}.jsonl"
+    assert (
+        ".jsonl cannot be read: File name too long"
+        in lightning_rl(place, "train", "agent=my_agent:solve", too_long, fails=True).stderr
+    )
 
 
 def test_a_run_of_a_server_or_a_script_is_gone_on_with_there(place: Path) -> None:
