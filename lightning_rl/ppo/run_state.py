@@ -95,7 +95,7 @@ class TuningRecord:
 def changes_to_warn_of(config: Config, run_dir: Path, step: int) -> Iterator[str]:
     """What is said where a run goes on with another `model.path` than it had, since its weights are its checkpoint's,
     with keys that put the tasks into another order, with keys that make other weights in the steps that are done anew
-    than sampled what the store has of these, and with other versions, threads or devices."""
+    than sampled what the store has of these, and with other versions, threads or GPUs."""
     if not (file := run_dir / "config.yaml").is_file():
         return
     had, model = yaml.safe_load(file.read_text(encoding="utf-8")), config.actor_rollout_ref.model

@@ -23,8 +23,8 @@ _GIT_SECONDS = 5.0  # in which the state of a large repository is looked up, or 
 
 class MadeWith(msgspec.Struct):
     """One session of a run. `began` is in seconds since the epoch; `commit` and `changed_files` are those of the folder
-    that it was started in, None where that is in no git repository; `threads` are torch's, None where it is not loaded;
-    `gpus` are the names of the machine's.
+    that it was started in, None where git does not tell; `threads` are torch's, None where it is not loaded; `gpus` are
+    the names of the machine's.
     """
 
     began: float
@@ -40,7 +40,6 @@ class MadeWith(msgspec.Struct):
 
 def here() -> MadeWith:
     """What this process has."""
-    torch = sys.modules.get("torch")
     commit, changed_files = _commit()
     return MadeWith(
         began=time.time(),
@@ -49,8 +48,8 @@ def here() -> MadeWith:
         commit=commit,
         changed_files=changed_files,
         versions=versions(),
-        threads=None if torch is None else torch.get_num_threads(),
-        gpus=[] if torch is None else _gpus(),
+        threads=_threads(),
+        gpus=_gpus(),
         machine=f"{platform.platform()}, {os.cpu_count()} cores",
     )
 
@@ -67,13 +66,18 @@ def versions() -> dict[str, str]:
 
 
 def note(run_dir: Path) -> None:
-    """Write down what this session of the run is made with. Raises OSError naming the file."""
-    with (run_dir / FILE).open("ab") as file:
-        file.write(msgspec.json.encode(here()) + b"\n")
+    """Write down what this session of the run is made with, for the owner alone: a command may hold a key.
+
+    Raises OSError naming the file.
+    """
+    file = run_dir / FILE
+    is_half = file.is_file() and not file.read_bytes().endswith(b"\n")
+    with open(file, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as lines:
+        lines.write((b"\n" if is_half else b"") + msgspec.json.encode(here()) + b"\n")
 
 
 def sessions(run_dir: Path) -> list[MadeWith]:
-    """The sessions of a run, in order; without half a line, as a full disk may leave it."""
+    """The sessions of a run, in order; without half lines, as a full disk may leave them."""
     file, read = run_dir / FILE, []
     for line in file.read_bytes().splitlines() if file.is_file() else []:
         try:
@@ -87,21 +91,28 @@ def changes(run_dir: Path) -> Iterator[str]:
     """What this process has otherwise than the run's last session, of what changes the last bits of its numbers."""
     if not (noted := sessions(run_dir)):
         return
-    before, now = noted[-1], here()
+    before, present, threads, gpus = noted[-1], versions(), _threads(), _gpus()
     for name in _OF_NUMBERS:
-        if before.versions.get(name) != now.versions.get(name):
-            yield f"{name} {now.versions.get(name)} (it was {before.versions.get(name)})"
-    if before.threads != now.threads:
-        yield f"{now.threads} of torch's threads (it had {before.threads}; OMP_NUM_THREADS sets them)"
-    if before.gpus != now.gpus:
-        yield f"{_named(now.gpus)} (the machine had {_named(before.gpus)})"
+        if before.versions.get(name) != present.get(name):
+            yield f"{name} {present.get(name)} (it was {before.versions.get(name)})"
+    if before.threads != threads:
+        yield f"{threads} of torch's threads (it had {before.threads}; OMP_NUM_THREADS sets them)"
+    if before.gpus != gpus:
+        yield f"{_named(gpus)} (the machine had {_named(before.gpus)})"
 
 
 def _named(gpus: list[str]) -> str:
     return ", ".join(gpus) or "no GPU"
 
 
+def _threads() -> int | None:
+    torch = sys.modules.get("torch")
+    return None if torch is None else torch.get_num_threads()
+
+
 def _gpus() -> list[str]:
+    if "torch" not in sys.modules:
+        return []
     from lightning_rl.processes.gpus import nvidia_smi  # brings torch
 
     return [name for [name] in nvidia_smi("name")]
@@ -120,21 +131,19 @@ def _shown(text: str) -> str:
 
 
 def _commit() -> tuple[str | None, int | None]:
-    """The commit of the working folder, and how many of its files differ from it; (None, None) in no repository."""
-    try:
-        commit = _git("rev-parse", "HEAD").strip()
-        return commit, len(_git("status", "--porcelain", "--untracked-files=no").splitlines())
-    except (OSError, subprocess.SubprocessError):
+    """The commit of the working folder, and how many of its files differ from it; None for what git does not tell."""
+    if (commit := _git("rev-parse", "HEAD")) is None:
         return None, None
+    changed = _git("status", "--porcelain", "--untracked-files=no")
+    return commit.strip(), None if changed is None else len(changed.splitlines())
 
 
-def _git(*words: str) -> str:
-    done = subprocess.run(
-        ["git", "--no-optional-locks", *words],
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=True,
-        timeout=_GIT_SECONDS,
-    )
+def _git(*words: str) -> str | None:
+    command = ["git", "--no-optional-locks", *words]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=True, timeout=_GIT_SECONDS
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
     return done.stdout

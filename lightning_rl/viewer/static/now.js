@@ -56,7 +56,7 @@ export function madeWith(sessions, heading) {
   if (!sessions.length) return h("p", { class: "note" }, "With which versions it was made is not recorded.");
   const rows = sessions.map((session) => [
     new Date(session.began * 1000).toISOString().slice(0, 19).replace("T", " "),
-    session.commit ? `${session.commit.slice(0, 10)}${session.changed_files ? `, ${number(session.changed_files)} files changed since` : ""}` : "no git repository",
+    session.commit ? `${session.commit.slice(0, 10)}${session.changed_files ? `, ${number(session.changed_files)} files changed since` : ""}` : "not known",
     Object.entries(session.versions).map(([name, value]) => `${name} ${value}`).join(", "),
     [session.gpus.join(", ") || null, session.threads === null ? null : `${session.threads} ${session.threads === 1 ? "thread" : "threads"}`, session.machine].filter(Boolean).join(", "),
   ]);

@@ -42,10 +42,14 @@ def test_a_session_has_the_commit_of_its_folder_and_how_much_of_it_has_changed(
     assert shlex.split(session.command) == sys.orig_argv
     assert session.versions["torch"] == torch.__version__
     assert session.threads == torch.get_num_threads()
+    told = made_with._git
+    monkeypatch.setattr(made_with, "_git", lambda *words: None if words[0] == "status" else told(*words))
+    assert (made_with.here().commit, made_with.here().changed_files) == (session.commit, None)
 
 
 def test_a_folder_in_no_repository_has_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))  # the tests may lie in one
     assert made_with.here().commit is made_with.here().changed_files is None
     monkeypatch.setenv("PATH", str(tmp_path))  # nor is there a git
     assert made_with.here().commit is None
@@ -71,6 +75,9 @@ def test_half_a_line_is_passed_over_and_a_run_without_any_has_none(tmp_path: Pat
     file = tmp_path / made_with.FILE
     file.write_bytes(file.read_bytes() + file.read_bytes()[:40])
     assert len(made_with.sessions(tmp_path)) == 1
+    made_with.note(tmp_path)
+    assert len(made_with.sessions(tmp_path)) == 2
+    assert file.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize(
