@@ -179,12 +179,14 @@ class _Threads:
             self._state = "running"
         if self._cores_alone > 1:  # those of who loaded the model
             end_threads()
-        self._started = [
-            threading.Thread(target=self._run, args=(number,), name=f"engine-{number}")
-            for number in range(len(self.batches))
-        ]
-        for thread in self._started:
-            thread.start()
+        try:
+            for number in range(len(self.batches)):
+                thread = threading.Thread(target=self._run, args=(number,), name=f"engine-{number}")
+                thread.start()
+                self._started.append(thread)
+        except BaseException:  # those that run are of no use alone
+            self.stop()
+            raise
 
     def stop(self) -> None:
         """End; what is in flight ends with reason "abort". Raises what stopped one of them before."""
@@ -193,7 +195,7 @@ class _Threads:
             self._changed.notify_all()
         for thread in self._started:
             thread.join()
-        if not self._started:
+        if len(self._started) < len(self.batches):  # else the last one has closed
             self._close()
         self.check()
 

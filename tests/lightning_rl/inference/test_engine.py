@@ -87,6 +87,25 @@ def test_what_changes_the_weights_computes_with_as_many_cores_as_a_step(paramete
     assert seen == [cores]
 
 
+def test_an_engine_whose_threads_cannot_all_start_is_stopped(monkeypatch):
+    engine, started = EmbeddedEngine(make("qwen2"), threads=2, max_num_seqs=scheduler.ALONE * 2), []
+
+    def start(thread, begin=threading.Thread.start):
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        begin(thread)
+
+    assert len(engine._threads.batches) == 2
+    asked = ask(engine, [1, 2])
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        engine.start()
+    assert not started[0].is_alive()
+    assert asked.exception(TIMEOUT) is not None or asked.result().finish_reason == "abort"
+    engine.stop()
+
+
 def test_a_process_that_never_stops_its_engine_ends():
     """As one does whose end was interrupted again and again; the interpreter waits for threads."""
     program = (
