@@ -12,6 +12,7 @@ from lightning_rl.inspect.export import export
 from lightning_rl.sft import examples, traces
 from lightning_rl.sft.examples import Examples
 from lightning_rl.sft.traces import TracedCall
+from lightning_rl.store.contract import ErrorInfo, Reward
 from lightning_rl.trajectories.token_account import ConservationError
 from lightning_rl_proxy.rendering.load import load_renderer
 from tests.lightning_rl.inspect import runs
@@ -130,6 +131,21 @@ def test_a_rollout_whose_agent_failed_counts_as_in_ppo(
     made = examples.load(config, [write(tmp_path / "calls.jsonl", both)], RENDERER)
     assert {one.rollout_id: one.weight for one in made.trained} == found
     assert made.excluded == excluded
+
+
+@pytest.mark.parametrize("form", ["folder", "jsonl", "parquet"])
+def test_a_run_says_which_of_its_rollouts_failed(form: Any, tmp_path: Path) -> None:
+    run_dir, crashed = tmp_path / "run", ErrorInfo(type="ValueError", message="after a good call")
+    with runs.open_store(run_dir) as store:
+        step_reward = [Reward(name="step", value=1.0, call_id="crashed-c1")]
+        runs.record(store, "crashed", runs.TALK, error=crashed, call_rewards=step_reward)
+        runs.record(store, "well", runs.TALK, reward=0.5)
+    source = run_dir if form == "folder" else export(run_dir, "calls", form, tmp_path / f"calls.{form}")[0]
+    found, _ = traces.read([source])
+    assert {one.rollout_id: (one.failed, one.reward) for one in found} == {
+        "crashed": (True, None),
+        "well": (False, 0.5),
+    }
 
 
 def test_of_a_teachers_rollouts_its_own_answers_are_learned_whatever_their_mode() -> None:
